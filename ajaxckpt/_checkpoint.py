@@ -1,0 +1,290 @@
+"""The public verbs: each checks its arguments, then calls the layers below.
+
+A checkpoint is a value: saving is a function from a pytree to bytes, restoring one
+from bytes and a skeleton to a pytree.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+
+from ajaxckpt._errors import (
+    InvalidArgumentError,
+    UnsupportedLeafError,
+    error_context,
+)
+from ajaxckpt._files import resolve_path
+from ajaxckpt._layout import Layout
+from ajaxckpt._metadata import Metadata, plain_config, plain_metrics, plain_step
+from ajaxckpt._names import relative_name, select_names, split_name, top_level
+from ajaxckpt._opening import open_checkpoint
+from ajaxckpt._placement import is_traced
+from ajaxckpt._plan import Patterns, RestorePlan, make_plan
+from ajaxckpt._provenance import gather_provenance
+from ajaxckpt._reader import Checkpoint
+from ajaxckpt._tree import (
+    FlatState,
+    describe_leaf,
+    find_unsavable,
+    flatten_state,
+    leaf_data,
+    scalar_value,
+)
+from ajaxckpt._writer import CheckpointRecord, StateData, digest_data, write_checkpoint
+
+State = TypeVar("State")
+
+
+def _as_patterns(patterns: Patterns) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _refuse_traced(what: str) -> None:
+    if is_traced():
+        raise UnsupportedLeafError(
+            f"{what} inside a traced function",
+            hint="call it outside jit and scan, between the calls of the train step",
+        )
+
+
+def _refuse_migrations(migrations: object) -> None:
+    if migrations is not None:
+        problem = f"migrations={migrations!r}: this release has no migrations registry"
+        raise InvalidArgumentError(problem, hint="pass migrations=None")
+
+
+def _collect(state: Any, exclude: tuple[str, ...]) -> StateData:
+    """Turn a state into layout and sources; refuse all that cannot be saved."""
+    flat = flatten_state(state)
+    left_out = select_names(exclude, list(flat.leaves), argument="exclude")
+    leaves = {name: x for name, x in flat.leaves.items() if name not in left_out}
+    layout = {name: describe_leaf(name, leaf) for name, leaf in leaves.items()}
+    if (error := find_unsavable(leaves.items())) is not None:
+        raise error
+    _refuse_traced("the state is saved")
+    return StateData(
+        layout=layout,
+        values={
+            name: scalar_value(name, leaves[name], spec)
+            for name, spec in layout.items()
+            if not spec.payload_dtype
+        },
+        sources={
+            name: partial(leaf_data, leaves[name], spec)
+            for name, spec in layout.items()
+            if spec.payload_dtype
+        },
+    )
+
+
+def save_checkpoint(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    step: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    config: Any = None,
+    migrations: None = None,
+    exclude: Patterns = (),
+) -> CheckpointRecord:
+    """Save a state to one file, atomically and durably.
+
+    At every instant the path holds the old whole file or the new whole file, and
+    when the call returns the new one survives a power cut. A failed save leaves the
+    old file and nothing else. The extra memory is a constant.
+
+    Args:
+        state: any pytree; see the README for the kinds of leaves.
+        path: the file; relative paths and ``~`` are resolved now, parents created.
+        step: the training step: an int, or an integer array of equal values.
+        metrics: name to a single number; NaN and None are allowed.
+        config: a mapping or dataclass of JSON-like values, numpy and jax scalars.
+        migrations: reserved for a migrations registry; must be None.
+        exclude: patterns of leaves to leave out; a restore then names them in
+            ``keep``.
+
+    Returns:
+        What was written: path, ids, digest, bytes.
+
+    Raises:
+        UnsupportedLeafError: a leaf cannot be saved; nothing was written.
+        InvalidArgumentError: another argument is wrong; nothing was written.
+        NotACheckpointError: something else is at the path; it was left alone.
+        OSError: the operating system refused; the old file is still there.
+
+    >>> record = save_checkpoint({"w": jax.numpy.ones(3)}, path)  # doctest: +SKIP
+    """
+    with error_context(os.fspath(path), "cannot save"):
+        _refuse_migrations(migrations)
+        target = resolve_path(path)
+        excluded = _as_patterns(exclude)
+        metadata = Metadata(
+            checkpoint_id=uuid.uuid4().hex,
+            step=plain_step(step),
+            metrics=plain_metrics(metrics),
+            config=plain_config(config),
+            excluded=excluded,
+            provenance=gather_provenance(),
+        )
+        data = _collect(state, excluded)
+        with jax.transfer_guard("allow"):
+            return write_checkpoint(target, data, metadata)
+
+
+def state_digest(state: Any) -> str:
+    """Return a digest that equal states share, whatever file or time they are from.
+
+    Equal means: same leaf names, kinds, dtypes, shapes, weak types and bits. Where
+    the leaves lie (numpy or jax, which device) and functions do not enter.
+
+    Returns:
+        32 hex digits; the command ``ajaxckpt digest FILE`` gives the same.
+
+    Raises:
+        UnsupportedLeafError: a leaf has no data or is of no kind that can be saved.
+
+    >>> state_digest({"step": 3}) == state_digest({"step": 3})
+    True
+    """
+    with error_context(None, "cannot digest"):
+        data = _collect(state, ())
+        with jax.transfer_guard("allow"):
+            return digest_data(data)
+
+
+def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
+    """Return the part of a file's layout below a name, with names relative to it."""
+    layout = checkpoint.layout
+    if not subtree:
+        return layout
+    try:
+        split_name(subtree)
+    except ValueError as error:
+        hint = "pass the leaf name of a node, such as subtree='actor.params'"
+        raise InvalidArgumentError(f"subtree: {error}", hint=hint) from error
+    part = {relative_name(name, subtree): spec for name, spec in layout.items()}
+    found = {name: spec for name, spec in part.items() if name is not None}
+    if not found:
+        names = ", ".join(top_level(list(layout)))
+        raise InvalidArgumentError(
+            f"subtree={subtree!r} selects no leaf of the file",
+            hint=f"choose a name below one of: {names}",
+        )
+    return found
+
+
+def _describe_skeleton(flat: FlatState, keep: tuple[str, ...]) -> Layout:
+    """Describe a skeleton's leaves; what is kept may be of any kind."""
+    from ajaxckpt._layout import LeafSpec
+
+    kept = select_names(keep, list(flat.leaves), argument="keep")
+    for name in kept:
+        if isinstance(flat.leaves[name], jax.ShapeDtypeStruct):
+            hint = "build the skeleton with a zero-step call instead of jax.eval_shape"
+            raise UnsupportedLeafError(f"{name}: keep= of an abstract leaf", hint=hint)
+    return {
+        name: LeafSpec(kind="function") if name in kept else describe_leaf(name, leaf)
+        for name, leaf in flat.leaves.items()
+    }
+
+
+def plan_restore(
+    skeleton: Any,
+    path: str | os.PathLike[str],
+    *,
+    subtree: str = "",
+    keep: Patterns = (),
+    ignore: Patterns = (),
+    resize: Patterns = (),
+    migrations: None = None,
+) -> RestorePlan:
+    """Decide what restoring would do, leaf by leaf, reading only the header.
+
+    The arguments are those of ``restore_into``, which is this plan, applied.
+
+    Returns:
+        The plan: ``.load``, ``.keep``, ``.ignore``, ``.resize``, ``.mismatches`` as
+        data; it prints as a table; ``.apply()`` gives the state.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at the path.
+        NotACheckpointError, DamagedCheckpointError, NewerFormatError: what is there
+            cannot be read.
+        UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
+        InvalidArgumentError: a pattern is wrong or selects nothing.
+    """
+    with error_context(os.fspath(path), "cannot restore"):
+        _refuse_migrations(migrations)
+        _refuse_traced("the state is restored")
+        kept = _as_patterns(keep)
+        checkpoint = open_checkpoint(path)
+        flat = flatten_state(skeleton)
+        return make_plan(
+            checkpoint,
+            flat,
+            _describe_skeleton(flat, kept),
+            _below(checkpoint, subtree),
+            subtree,
+            {"keep": kept, "ignore": ignore, "resize": resize},
+        )
+
+
+def restore_into(
+    skeleton: State,
+    path: str | os.PathLike[str],
+    *,
+    subtree: str = "",
+    keep: Patterns = (),
+    ignore: Patterns = (),
+    resize: Patterns = (),
+    migrations: None = None,
+) -> State:
+    """Restore a file into the place of a skeleton's leaves: all, or an error.
+
+    Values are the file's, bit for bit; code (update rules, static fields, classes)
+    and placement (host or device, sharding, committed or not) are the skeleton's.
+    The continued run is the run that never stopped: the next jitted step compiles
+    nothing that it would not have compiled without the checkpoint.
+
+    Args:
+        skeleton: what a zero-step train call builds, or its ``jax.eval_shape``.
+        path: the file.
+        subtree: restore from below this leaf name; only its bytes are read. Names
+            in the other arguments and in errors are then relative to it.
+        keep: patterns over the skeleton's names: leaves to take from the skeleton.
+        ignore: patterns over the file's names: leaves to leave unread.
+        resize: patterns over the skeleton's names: leaves that may take the file's
+            shape, such as a replay that outgrew its skeleton.
+        migrations: reserved for a migrations registry; must be None.
+
+    Returns:
+        A new pytree; the skeleton is not changed.
+
+    Raises:
+        LayoutMismatchError: file and skeleton differ; lists every leaf that does.
+        CheckpointNotFoundError: nothing is at the path.
+        NotACheckpointError: ajaxckpt did not write what is there.
+        DamagedCheckpointError: bytes that are needed are not those written.
+        NewerFormatError: a newer release wrote the file.
+        UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
+        InvalidArgumentError: a pattern is wrong or selects nothing.
+
+    >>> state = restore_into(agent.train(0), path)  # doctest: +SKIP
+    """
+    with error_context(os.fspath(path), "cannot restore"):
+        plan = plan_restore(
+            skeleton,
+            path,
+            subtree=subtree,
+            keep=keep,
+            ignore=ignore,
+            resize=resize,
+            migrations=migrations,
+        )
+        return plan.apply()

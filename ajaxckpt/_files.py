@@ -1,0 +1,372 @@
+"""Where the disk is touched: temp, write, fsync, rename, fsync of the directory.
+
+The only module that changes files. Knows paths and bytes; knows nothing of what
+the bytes mean. An ``OSError`` passes through untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ajaxckpt._errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    NotACheckpointError,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows: temps are neither locked nor swept there
+    fcntl = None
+
+_GATHER_BYTES, _GATHER_BUFFERS = 1 << 20, 512
+_TEMP_NAME = re.compile(r"\.ajaxckpt-[0-9a-f]{16}\.tmp")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a FIFO must not block the open
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_SHARING_RETRIES = 5
+
+Buffer = Any  # memoryview, bytes or a flat uint8 array
+
+
+def resolve_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path a call means, resolved once.
+
+    ``~`` is the user's home; a relative path is below the current directory.
+
+    Raises:
+        InvalidArgumentError: no local path of a file.
+    """
+    text = os.fsdecode(path)
+    if _URL.match(text):
+        hint = "pass a path on a local file system"
+        raise InvalidArgumentError(f"{text!r} is a URL, not a local path", hint=hint)
+    if not text or "\0" in text or text.endswith((os.sep, os.altsep or os.sep)):
+        hint = "pass the path of a file, such as runs/latest.safetensors"
+        raise InvalidArgumentError(f"{text!r} is not the path of a file", hint=hint)
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def describe_file_type(mode: int) -> str:
+    """Name what a path holds that is no regular file; empty for one that is."""
+    names = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return names.get(stat.S_IFMT(mode), "")
+
+
+def _refuse_other_types(path: str, mode: int) -> None:
+    if kind := describe_file_type(mode):
+        hint = "pass the path of a file"
+        raise NotACheckpointError(f"is {kind}", path=path, hint=hint)
+
+
+def _not_found(path: str) -> CheckpointNotFoundError:
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    link = os.path.islink(path)
+    problem = (
+        f"the symbolic link points to {os.path.realpath(path)}, where nothing is"
+        if link
+        else f"no such file; the nearest directory that exists is {parent}"
+    )
+    hint = "check the path, or ask checkpoint_exists(path) first"
+    return CheckpointNotFoundError(problem, path=path, hint=hint)
+
+
+def open_file(path: str) -> tuple[int, int]:
+    """Open a regular file for reading.
+
+    Returns:
+        The descriptor, and the file's size in bytes.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at the path.
+        NotACheckpointError: a directory, FIFO, socket or device is.
+    """
+    try:
+        # asked first: opening a socket fails, and opening a device may act on it
+        _refuse_other_types(path, os.stat(path).st_mode)
+        fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS | _NO_WAIT)
+    except FileNotFoundError:
+        raise _not_found(path) from None
+    try:
+        status = os.fstat(fd)
+        _refuse_other_types(path, status.st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, status.st_size
+
+
+def is_missing(path: str) -> bool:
+    """Tell whether nothing at all is at the path, a dangling link included."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def read_into(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    """Fill buffers one after the other from a place in the file.
+
+    Returns:
+        The bytes read: fewer than asked for only at the end of the file.
+    """
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    total = 0
+    while views:
+        done = _read_some(fd, views[:_GATHER_BUFFERS], offset + total)
+        if done == 0:
+            break
+        total += done
+        views = _drop(views, done)
+    return total
+
+
+def _read_some(fd: int, views: list[memoryview], offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, views, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows has no positioned read
+    data = os.read(fd, len(views[0]))
+    views[0][: len(data)] = data
+    return len(data)
+
+
+def _write_some(fd: int, views: list[memoryview]) -> int:
+    if hasattr(os, "writev"):
+        return os.writev(fd, views)
+    return os.write(fd, views[0])
+
+
+def _drop(views: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of buffers once the first ``done`` bytes are through."""
+    first = 0
+    while first < len(views) and done >= len(views[first]):
+        done -= len(views[first])
+        first += 1
+    rest = views[first:]
+    if done:
+        rest[0] = rest[0][done:]
+    return rest
+
+
+class Sink:
+    """An open temp: takes payload in order, then the bytes at its head.
+
+    Small buffers are gathered into one call; they must stay unchanged until then.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Write to an open descriptor."""
+        self._fd = fd
+        self._pending: list[memoryview] = []
+        self._pending_bytes = 0
+
+    def skip(self, nbytes: int) -> None:
+        """Leave room at the head of the file."""
+        os.lseek(self._fd, nbytes, os.SEEK_SET)
+
+    def write(self, buffer: Buffer) -> None:
+        """Append a buffer."""
+        view = memoryview(buffer).cast("B")
+        self._pending.append(view)
+        self._pending_bytes += len(view)
+        full = len(self._pending) >= _GATHER_BUFFERS
+        if full or self._pending_bytes >= _GATHER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all gathered buffers to the operating system."""
+        views = [view for view in self._pending if len(view)]
+        while views:
+            views = _drop(views, _write_some(self._fd, views))
+        self._pending, self._pending_bytes = [], 0
+
+    def write_head(self, head: bytes) -> None:
+        """Write the first bytes of the file, after all others."""
+        self.flush()
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        self.write(head)
+        self.flush()
+
+
+def _sync(fd: int) -> None:
+    """Make a descriptor's bytes durable; macOS needs a stronger word for it."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None and fcntl is not None:
+        fcntl.fcntl(fd, full)
+    else:
+        os.fsync(fd)
+
+
+def _sync_directory(directory: str) -> None:
+    if os.name == "nt":  # a directory cannot be opened there
+        return
+    fd = os.open(directory, os.O_RDONLY | _OPEN_FLAGS)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _make_directories(directory: str) -> None:
+    """Create a directory and its parents, each made durable in its own parent."""
+    missing: list[str] = []
+    while not os.path.isdir(directory) and directory not in missing:
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+            _sync_directory(os.path.dirname(path))
+
+
+def _lock(fd: int, *, wait: bool) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: temps are then never swept
+        return wait
+    return True
+
+
+def _sweep_temps(directory: str) -> None:
+    """Remove the temps of writers that died: those whose lock can be won."""
+    if fcntl is None:
+        return
+    for name in filter(_TEMP_NAME.fullmatch, os.listdir(directory)):
+        # another sweeper, or the writer's rename, may be faster
+        with contextlib.suppress(OSError):
+            path = os.path.join(directory, name)
+            fd = os.open(path, os.O_RDWR | _OPEN_FLAGS | _NO_FOLLOW)
+            try:
+                if _lock(fd, wait=False):
+                    os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _create_temp(directory: str) -> tuple[str, int]:
+    """Create and lock a new temp; its mode is the umask's.
+
+    Returns:
+        The path, and the descriptor that holds the lock.
+    """
+    while True:
+        name = f".ajaxckpt-{secrets.token_hex(8)}.tmp"
+        path = os.path.join(directory, name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
+        fd = os.open(path, flags, 0o666)
+        if _lock(fd, wait=True) and os.fstat(fd).st_nlink:
+            return path, fd
+        os.close(fd)  # a sweeper came between the two calls and removed it
+
+
+def _check_replaceable(path: str, is_ours: Callable[[bytes], bool]) -> int | None:
+    """Return the mode of the file to be replaced, None if there is none.
+
+    Raises:
+        NotACheckpointError: what is there must not be replaced.
+    """
+    if is_missing(path):
+        return None
+    fd, size = open_file(path)
+    try:
+        head = bytearray(min(size, 4096))
+        read_into(fd, [head], 0)
+        if size and not is_ours(bytes(head)):
+            hint = "save to another path, or remove the file yourself"
+            problem = "a file is there that ajaxckpt did not write"
+            raise NotACheckpointError(problem, path=path, hint=hint)
+        return stat.S_IMODE(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
+
+
+def _replace(source: str, target: str) -> None:
+    """Rename over the target, waiting out a reader on Windows."""
+    for attempt in range(_SHARING_RETRIES):
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if os.name != "nt" or attempt == _SHARING_RETRIES - 1:
+                raise
+            time.sleep(0.05 * 2**attempt)
+
+
+@contextlib.contextmanager
+def _locked_temp(directory: str) -> Iterator[tuple[str, int]]:
+    """Yield a temp's path and descriptor; whatever fails, leave no temp."""
+    path, lock = _create_temp(directory)
+    try:
+        yield path, lock
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        # kept to the end: a sweeper that wins the lock removes the temp
+        os.close(lock)
+
+
+def _fill_temp(lock: int, mode: int | None, write: Callable[[Sink], None]) -> None:
+    """Write, fsync and close; a failing close is a failed write."""
+    fd = os.dup(lock)
+    try:
+        if mode is not None and hasattr(os, "fchmod"):
+            os.fchmod(fd, mode)
+        write(Sink(fd))
+        _sync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def write_atomically(
+    path: str, write: Callable[[Sink], None], is_ours: Callable[[bytes], bool]
+) -> str:
+    """Replace a file so that at every instant it is the old or the new one, whole.
+
+    Args:
+        path: an absolute path; a symbolic link is followed.
+        write: writes the new bytes; whatever it raises, the old file stays.
+        is_ours: tells from a file's first bytes whether it may be replaced.
+
+    Returns:
+        The path of the file itself, symbolic links resolved.
+
+    Raises:
+        NotACheckpointError: something else is at the path.
+    """
+    target = os.path.realpath(path)
+    directory = os.path.dirname(target)
+    _check_replaceable(target, is_ours)
+    _make_directories(directory)
+    _sweep_temps(directory)
+    with _locked_temp(directory) as (temp, lock):
+        mode = _check_replaceable(target, is_ours)
+        _fill_temp(lock, mode, write)
+        _check_replaceable(target, is_ours)
+        _replace(temp, target)
+    _sync_directory(directory)
+    return target

@@ -1,0 +1,94 @@
+"""The public verbs that need no jax: is it there, open it, is it whole."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ajaxckpt._errors import DamagedCheckpointError, error_context
+from ajaxckpt._files import is_missing, resolve_path
+from ajaxckpt._reader import DAMAGED_HINT, Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What ``verify_checkpoint`` found whole.
+
+    Attributes:
+        path: the file, absolute.
+        leaves: how many leaves it holds.
+        nbytes: how many bytes were checked: all of them.
+        digest: the state's digest.
+    """
+
+    path: str
+    leaves: int
+    nbytes: int
+    digest: str
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint for reading, without a skeleton and without jax.
+
+    Returns:
+        A lazy, read-only mapping from leaf name to host value, with ``layout``,
+        ``step``, ``metrics``, ``config``, ``provenance`` and ids.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at the path.
+        NotACheckpointError: ajaxckpt did not write what is there.
+        DamagedCheckpointError: the header is not as it was written.
+        NewerFormatError: a newer release wrote the file.
+    """
+    with error_context(os.fspath(path), "cannot open"):
+        return Checkpoint(resolve_path(path))
+
+
+def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a checkpoint is at a path.
+
+    Returns:
+        False only if nothing is there, True for a sound header. Anything else
+        raises: a damaged file taken for none would make every resume loop start
+        again and overwrite it.
+
+    Raises:
+        NotACheckpointError: ajaxckpt did not write what is there.
+        DamagedCheckpointError: the header is not as it was written.
+        NewerFormatError: a newer release wrote the file.
+    """
+    with error_context(os.fspath(path), "cannot tell whether a checkpoint exists"):
+        resolved = resolve_path(path)
+        if is_missing(resolved):
+            return False
+        Checkpoint(resolved).close()
+        return True
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
+    """Read every byte of a checkpoint and compare it with its digests.
+
+    Returns:
+        What was found whole.
+
+    Raises:
+        DamagedCheckpointError: names every part that is damaged.
+        CheckpointNotFoundError, NotACheckpointError, NewerFormatError: as opening.
+    """
+    with (
+        error_context(os.fspath(path), "is not whole"),
+        open_checkpoint(path) as checkpoint,
+    ):
+        if damaged := checkpoint.find_damage():
+            raise DamagedCheckpointError(
+                f"{len(damaged)} of {len(checkpoint)} leaves are damaged",
+                path=checkpoint.path,
+                details=damaged,
+                hint=DAMAGED_HINT,
+            )
+        return VerifyReport(
+            path=checkpoint.path,
+            leaves=len(checkpoint),
+            nbytes=checkpoint.nbytes,
+            digest=checkpoint.digest,
+        )

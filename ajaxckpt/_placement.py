@@ -1,0 +1,287 @@
+"""Where file leaves become live ones: in the skeleton's place, with the file's values.
+
+Knows jax, and a source of checked bytes; knows nothing of headers or names' meaning.
+Value facts (dtype, shape, weak type) are the file's, placement (host or device,
+sharding, memory kind, committed or not) is the skeleton's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from ajaxckpt._dtypes import STORED_DTYPES
+from ajaxckpt._errors import InvalidArgumentError
+from ajaxckpt._layout import ARRAY_KINDS, LeafSpec
+from ajaxckpt._payload import Array, Part, aligned_empty, as_bytes
+from ajaxckpt._tree import find_member
+
+
+class LeafSource(Protocol):
+    """Hands out the checked bytes and values of leaves by name."""
+
+    def fill(self, buffers: Mapping[str, Array]) -> None:
+        """Read leaves into flat uint8 buffers of their size."""
+        ...
+
+    def fill_parts(self, name: str, parts: Sequence[Part]) -> None:
+        """Read one leaf into parts that cover it."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Read leaves as host values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One leaf to be restored.
+
+    Attributes:
+        name: its name in the file.
+        spec: what the file holds.
+        like: the skeleton's leaf, whose place it takes.
+    """
+
+    name: str
+    spec: LeafSpec
+    like: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a device array goes: a sharding it is committed to, or just a device."""
+
+    sharding: Sharding | None = None
+    device: jax.Device | None = None
+
+
+def is_traced() -> bool:
+    """Tell whether the caller stands inside a traced function."""
+    with jax.transfer_guard("allow"):
+        return isinstance(jax.device_put(np.int32(0)), jax.core.Tracer)
+
+
+@contextlib.contextmanager
+def _neutral_context() -> Iterator[None]:
+    """Keep the caller's settings from changing a value or raising.
+
+    An ambient mesh would commit what a compiled function returns, a narrow x64 flag
+    would wrap 64-bit values, and the debug flags would reject NaNs that were saved.
+    """
+    with (
+        jax.set_mesh(Mesh(np.empty((), object), ())),
+        jax.enable_x64(True),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def _place_of(like: Any) -> _Place:
+    if isinstance(like, jax.ShapeDtypeStruct):
+        return _Place(sharding=like.sharding)
+    if isinstance(like, jax.Array):
+        if like.committed:
+            return _Place(sharding=like.sharding)
+        return _Place(device=next(iter(like.sharding.device_set)))
+    return _Place()
+
+
+def _host_kind(target: Target) -> str:
+    """Return as what a leaf comes back: jax, numpy or numpy scalar."""
+    like = target.like
+    if isinstance(like, np.generic):
+        return "numpy" if target.spec.shape else "numpy scalar"
+    if isinstance(like, np.ndarray):
+        return "numpy"
+    unplaced = isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None
+    if isinstance(like, jax.Array) or not (unplaced or _is_python(like)):
+        return "jax"
+    return "jax" if target.spec.kind == "key" else target.spec.kind
+
+
+def _is_python(like: Any) -> bool:
+    return not hasattr(like, "dtype")
+
+
+def _storage_dtype(spec: LeafSpec) -> np.dtype[Any]:
+    dtype = STORED_DTYPES[spec.payload_dtype].dtype
+    if dtype is None:
+        hint = "pip install --upgrade ml_dtypes"
+        problem = f"this ml_dtypes has no dtype {spec.payload_dtype}"
+        raise InvalidArgumentError(problem, hint=hint)
+    return dtype
+
+
+def _finish_numpy(buffer: Array, target: Target) -> Any:
+    """Give a filled host array the skeleton's byte order and type."""
+    order = getattr(getattr(target.like, "dtype", None), "byteorder", "=")
+    if order == ">":
+        buffer = buffer.byteswap(inplace=True).view(buffer.dtype.newbyteorder(">"))
+    return buffer[()] if _host_kind(target) == "numpy scalar" else buffer
+
+
+def _is_multi_device(place: _Place) -> bool:
+    return place.sharding is not None and len(place.sharding.device_set) > 1
+
+
+def _shard_buffers(
+    target: Target, sharding: Sharding
+) -> dict[jax.Device, tuple[tuple[slice, ...], Array]]:
+    """Allocate one buffer per device, replicas included."""
+    shape, dtype = target.spec.payload_shape, _storage_dtype(target.spec)
+    buffers: dict[jax.Device, tuple[tuple[slice, ...], Array]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = tuple(
+            slice(*axis.indices(size)[:2])
+            for axis, size in zip(index or (), shape, strict=True)
+        )
+        extent = tuple(axis.stop - axis.start for axis in box)
+        buffers[device] = (box, aligned_empty(extent, dtype))
+    return buffers
+
+
+def _read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax.Array:
+    """Read shard by shard: the whole never exists on the host beside its shards."""
+    buffers = _shard_buffers(target, sharding)
+    first: dict[str, Part] = {}
+    for box, data in buffers.values():
+        first.setdefault(str(box), Part(index=box, data=data))
+    source.fill_parts(target.name, list(first.values()))
+    for box, data in buffers.values():
+        if data is not first[str(box)].data:
+            np.copyto(data, first[str(box)].data)
+    singles = jax.device_put(
+        [data for _, data in buffers.values()],
+        [
+            jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            for device in buffers
+        ],
+    )
+    return jax.make_array_from_single_device_arrays(
+        target.spec.payload_shape, sharding, singles
+    )
+
+
+def _put(buffers: dict[str, Array], place: _Place) -> dict[str, jax.Array]:
+    """Move host buffers to one place in one call."""
+    if place.sharding is not None:
+        arrays = jax.device_put(list(buffers.values()), place.sharding)
+    else:
+        with jax.default_device(place.device):
+            arrays = jax.device_put(list(buffers.values()))
+    return dict(zip(buffers, arrays, strict=True))
+
+
+def _identity(array: jax.Array) -> jax.Array:
+    return array
+
+
+@lru_cache(maxsize=512)
+def _compile_weakener(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, device: Any
+) -> Any:
+    """Compile what turns a strong array weak, bit for bit.
+
+    The only public way that keeps NaN payloads, works for bool and leaves an
+    uncommitted array uncommitted. ``device`` is part of the key alone.
+    """
+    del device
+    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=True, sharding=sharding)
+    return jax.jit(_identity).lower(struct).compile()
+
+
+def _weaken(array: jax.Array, place: _Place) -> jax.Array:
+    args = (array.shape, array.dtype, place.sharding)
+    with jax.default_device(place.device):
+        return _compile_weakener(*args, place.device)(array)
+
+
+def _wrap_key(data: jax.Array, target: Target, place: _Place) -> jax.Array:
+    with jax.default_device(place.device):
+        key = jax.random.wrap_key_data(data, impl=target.spec.key_impl)
+    return key if place.sharding is None else jax.device_put(key, place.sharding)
+
+
+def _restore_on_devices(
+    targets: Sequence[Target], source: LeafSource
+) -> dict[str, jax.Array]:
+    places = {target.name: _place_of(target.like) for target in targets}
+    arrays: dict[str, jax.Array] = {}
+    groups: dict[_Place, dict[str, Array]] = defaultdict(dict)
+    for target in targets:
+        place = places[target.name]
+        if target.spec.kind == "key":
+            place = _Place(device=place.device)
+        if _is_multi_device(place) and place.sharding is not None:
+            arrays[target.name] = _read_sharded(target, place.sharding, source)
+        else:
+            shape, dtype = target.spec.payload_shape, _storage_dtype(target.spec)
+            groups[place][target.name] = aligned_empty(shape, dtype)
+    source.fill({n: as_bytes(a) for group in groups.values() for n, a in group.items()})
+    for place, buffers in groups.items():
+        arrays.update(_put(buffers, place))
+    groups.clear()
+    for target in targets:
+        name, spec = target.name, target.spec
+        if spec.kind == "key":
+            arrays[name] = _wrap_key(arrays[name], target, places[name])
+        elif spec.weak_type:
+            arrays[name] = _weaken(arrays[name], places[name])
+    return jax.block_until_ready(arrays)
+
+
+def _restore_on_host(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
+    buffers = {
+        target.name: np.empty(target.spec.payload_shape, _storage_dtype(target.spec))
+        for target in targets
+    }
+    source.fill({name: as_bytes(buffer) for name, buffer in buffers.items()})
+    return {
+        target.name: _finish_numpy(buffers[target.name], target) for target in targets
+    }
+
+
+def _restore_values(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
+    values = dict(source.read([target.name for target in targets]))
+    for target in targets:
+        if target.spec.kind == "function":
+            values[target.name] = target.like
+        elif isinstance(target.like, enum.Enum):
+            values[target.name] = find_member(type(target.like), values[target.name])
+    return values
+
+
+def restore_leaves(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
+    """Read leaves and put each into its skeleton leaf's place.
+
+    Returns:
+        Name in the file to live leaf. No two share memory.
+
+    Raises:
+        DamagedCheckpointError: a leaf's bytes are not those written.
+    """
+    by_form: dict[str, list[Target]] = defaultdict(list)
+    for target in targets:
+        arrays = target.spec.kind in ARRAY_KINDS or target.spec.kind == "key"
+        form = _host_kind(target) if arrays else "value"
+        by_form["host" if form.startswith("numpy") else form].append(target)
+    leaves = _restore_values(by_form["value"], source)
+    leaves.update(_restore_on_host(by_form["host"], source))
+    with _neutral_context():
+        leaves.update(_restore_on_devices(by_form["jax"], source))
+    return leaves

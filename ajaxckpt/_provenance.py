@@ -1,0 +1,75 @@
+"""When, with which versions, and from which commit a checkpoint was written.
+
+Never arguments or environment: those hold secrets. Knows the process; knows nothing
+of states or files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+
+from ajaxckpt import __version__
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
+_GIT_SECONDS = 2.0
+
+
+@cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "ajaxckpt": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _ask_git(directory: str, *arguments: str) -> str | None:
+    """Return what git prints, None where it fails, is missing or takes too long."""
+    command = ("git", "-C", directory, "--no-optional-locks", *arguments)
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()
+
+
+@cache
+def _git_facts(directory: str) -> dict[str, str | bool | None]:
+    """Ask once per process: the code that runs is the code that was loaded."""
+    commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return {}
+    changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "git_commit": commit,
+        "git_dirty": None if changes is None else changes != "",
+    }
+
+
+def _user_directories() -> list[str]:
+    """Return where the user's code may lie: beside the script, or right here."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    beside = [os.path.dirname(os.path.abspath(script))] if script else []
+    return [*beside, os.getcwd()]
+
+
+def gather_provenance() -> dict[str, str | bool | None]:
+    """Return the time in UTC, package versions and the user's git commit."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    commits = filter(None, map(_git_facts, _user_directories()))
+    return {"time": now, **_versions(), **next(commits, {})}

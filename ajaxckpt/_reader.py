@@ -1,0 +1,332 @@
+"""A checkpoint opened for reading: lazy, read-only, every byte it hands out checked.
+
+Joins ``_format``, ``_payload`` and ``_files``; knows nothing of jax or pytrees.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ajaxckpt._digest import digest_state
+from ajaxckpt._dtypes import STORED_DTYPES
+from ajaxckpt._errors import (
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    NotACheckpointError,
+    error_context,
+)
+from ajaxckpt._files import Buffer, open_file, read_into
+from ajaxckpt._format import HEAD_BYTES, Tensor, is_ours, parse_header, read_length
+from ajaxckpt._layout import TEXT_KINDS, Layout
+from ajaxckpt._metadata import Json, read_json
+from ajaxckpt._names import near_names
+from ajaxckpt._payload import (
+    CHUNK_BYTES,
+    Array,
+    Part,
+    aligned_empty,
+    as_bytes,
+    iter_boxes,
+    scatter_box,
+)
+from ajaxckpt._scalars import decode_scalar, decode_text
+
+DAMAGED_HINT = (
+    "restore another checkpoint, or copy this one again from where it is whole"
+)
+
+
+def _read_head(fd: int, size: int, nbytes: int) -> bytes:
+    head = bytearray(min(size, nbytes))
+    done = read_into(fd, [head], 0)
+    return bytes(head[:done])
+
+
+def _check_is_ours(head: bytes, size: int) -> None:
+    """Tell a damaged checkpoint from a file that never was one."""
+    if is_ours(head):
+        return
+    if size == 0:
+        raise DamagedCheckpointError("the file is empty")
+    if size < HEAD_BYTES:
+        problem = f"truncated: {size} bytes, less than any checkpoint has"
+        raise DamagedCheckpointError(problem)
+    if not any(head[:8]):
+        raise DamagedCheckpointError("begins with zeros: an unfinished write")
+    raise NotACheckpointError(
+        "ajaxckpt did not write this file",
+        hint="pass the path of a file written by save_checkpoint",
+    )
+
+
+class Checkpoint(Mapping[str, Any]):
+    """An open checkpoint: a read-only mapping from leaf name to host value.
+
+    Looking a leaf up reads that leaf's bytes alone and checks their digest. Arrays
+    and numpy scalars come as numpy arrays, a typed key as its uint32 words (its
+    implementation stands in ``layout``), Python scalars, ``str`` and ``bytes`` as
+    themselves, an enum member or a function as its name. Classes are not rebuilt:
+    that takes a skeleton, see ``restore_into``.
+
+    The file stays open, and the same, even if it is replaced meanwhile; close it
+    with ``close()`` or a ``with`` block.
+
+    >>> with open_checkpoint("run/latest.safetensors") as ckpt:  # doctest: +SKIP
+    ...     ckpt.step, ckpt["actor.params.Dense_0.kernel"].shape
+    (400, (3, 64))
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open a file and check its header; ``path`` is absolute.
+
+        Raises:
+            CheckpointNotFoundError: nothing is at the path.
+            NotACheckpointError: ajaxckpt did not write what is there.
+            DamagedCheckpointError: the header is not as it was written.
+            NewerFormatError: a newer release wrote it.
+        """
+        self.path = path
+        self._fd, size = open_file(path)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        try:
+            head = _read_head(self._fd, size, HEAD_BYTES)
+            _check_is_ours(head, size)
+            raw = _read_head(self._fd, size, read_length(head, size))
+            self._header = parse_header(raw, size)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, DamagedCheckpointError):
+                error.hint = error.hint or DAMAGED_HINT
+            raise
+        self.nbytes = size
+
+    def __getitem__(self, name: str) -> Any:
+        """Read one leaf."""
+        return self.read([name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the leaf names in the state's order."""
+        return iter(self._header.layout)
+
+    def __len__(self) -> int:
+        """Count the leaves."""
+        return len(self._header.layout)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a leaf of this name was saved, reading nothing."""
+        return name in self._header.layout
+
+    def __repr__(self) -> str:
+        """Show path, step and size."""
+        return (
+            f"<Checkpoint {self.path} step={self.step} "
+            f"leaves={len(self)} bytes={self.nbytes}>"
+        )
+
+    def __enter__(self) -> Checkpoint:
+        """Return the open checkpoint."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what the header says stays readable."""
+        self._close()
+
+    @property
+    def layout(self) -> Layout:
+        """The leaf specs by name, in the state's order."""
+        return MappingProxyType(dict(self._header.layout))
+
+    @property
+    def step(self) -> int | None:
+        """The step given at save."""
+        return self._header.metadata.step
+
+    @property
+    def metrics(self) -> dict[str, float | int | None]:
+        """The metrics given at save."""
+        return self._plain(self._header.metadata.metrics)
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The config given at save, as plain data; tuples come back as lists."""
+        config = self._header.metadata.config
+        return None if config is None else self._plain(config)
+
+    @property
+    def provenance(self) -> dict[str, str | bool | None]:
+        """When and with which versions it was written."""
+        return dict(self._header.metadata.provenance)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of this save."""
+        return self._header.metadata.checkpoint_id
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run it belongs to, if any."""
+        return self._header.metadata.run_id
+
+    @property
+    def parent_id(self) -> str | None:
+        """The id of the checkpoint it continues, if known."""
+        return self._header.metadata.parent_id
+
+    @property
+    def layouts(self) -> dict[str, int]:
+        """The layout version per migrations registry."""
+        return dict(self._header.metadata.layouts)
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The patterns of the leaves left out on purpose."""
+        return self._header.metadata.excluded
+
+    @property
+    def digest(self) -> str:
+        """The state's digest, as ``state_digest`` gives it; the header holds it all."""
+        digests = {name: item.digest for name, item in self._header.tensors.items()}
+        return digest_state(self._header.layout, self._header.values, digests)
+
+    def leaf_digest(self, name: str) -> str:
+        """Return the digest of a leaf's payload, or its value where it has none."""
+        tensor = self._header.tensors.get(name)
+        return str(self._header.values[name]) if tensor is None else tensor.digest
+
+    def read(self, names: Sequence[str]) -> dict[str, Any]:
+        """Read several leaves in as few calls as their places allow.
+
+        Returns:
+            Leaf name to host value, as looking each up would give.
+
+        Raises:
+            DamagedCheckpointError: a leaf's bytes are not those written.
+            KeyError: the file has no such leaf.
+        """
+        for name in names:
+            if name not in self._header.layout:
+                near = ", ".join(near_names(name, list(self))) or "none"
+                raise KeyError(f"{self.path}: no leaf {name!r}; near names: {near}")
+        arrays = {n: self._allocate(n) for n in names if n in self._header.tensors}
+        self.fill({name: as_bytes(array) for name, array in arrays.items()})
+        return {name: self._host_value(name, arrays.get(name)) for name in names}
+
+    def fill(self, buffers: Mapping[str, Array]) -> None:
+        """Read leaves into flat uint8 buffers of their size, and check them."""
+        header = self._header
+        with error_context(self.path, "cannot read"):
+            for group in _group_tensors([header.tensors[name] for name in buffers]):
+                self._fill_group(group, buffers)
+
+    def fill_parts(self, name: str, parts: Sequence[Part]) -> None:
+        """Read one leaf into parts that cover it, such as the shards of an array."""
+        spec, tensor = self._header.layout[name], self._header.tensors[name]
+        row = STORED_DTYPES[spec.payload_dtype]
+        hasher, position = xxhash.xxh3_128(), tensor.begin
+        staging = np.empty(max(CHUNK_BYTES, row.itemsize), np.uint8)
+        with error_context(self.path, "cannot read"):
+            for box in iter_boxes(spec.payload_shape, row.itemsize):
+                count = int(np.prod([s.stop - s.start for s in box], dtype=np.int64))
+                raw = staging[: count * row.itemsize]
+                self._read_exactly([raw], position, name)
+                hasher.update(raw)
+                scatter_box(parts, box, raw)
+                position += raw.size
+            self._check(tensor, hasher.hexdigest())
+
+    def find_damage(self) -> list[str]:
+        """Read every payload byte and name the leaves that are damaged."""
+        damaged: list[str] = []
+        staging = np.empty(CHUNK_BYTES, np.uint8)
+        for tensor in self._header.tensors.values():
+            hasher = xxhash.xxh3_128()
+            for start in range(tensor.begin, tensor.end, CHUNK_BYTES):
+                raw = staging[: min(CHUNK_BYTES, tensor.end - start)]
+                self._read_exactly([raw], start, tensor.name)
+                hasher.update(raw)
+            if hasher.hexdigest() != tensor.digest:
+                damaged.append(self._describe_damage(tensor))
+        return damaged
+
+    def _plain(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        plain = read_json(dict[str, Json](value))
+        return plain if isinstance(plain, dict) else {}
+
+    def _allocate(self, name: str) -> Array:
+        spec = self._header.layout[name]
+        row = STORED_DTYPES[spec.payload_dtype]
+        if row.dtype is None:
+            hint = "pip install --upgrade ml_dtypes"
+            problem = f"{name}: this ml_dtypes has no dtype {row.name}"
+            raise InvalidArgumentError(problem, path=self.path, hint=hint)
+        return aligned_empty(spec.payload_shape, row.dtype)
+
+    def _host_value(self, name: str, array: Array | None) -> Any:
+        kind = self._header.layout[name].kind
+        if array is None:
+            return decode_scalar(kind, self._header.values[name])
+        if kind in TEXT_KINDS:
+            return decode_text(kind, array.tobytes())
+        return array
+
+    def _read_exactly(self, buffers: Sequence[Buffer], begin: int, name: str) -> None:
+        if not self._close.alive:
+            raise ValueError(f"{self.path}: the checkpoint is closed")
+        expected = sum(len(buffer) for buffer in buffers)
+        start = self._header.nbytes + begin
+        if (done := read_into(self._fd, buffers, start)) != expected:
+            problem = f"{name}: the file ends after {done} of {expected} bytes"
+            raise DamagedCheckpointError(problem, hint=DAMAGED_HINT)
+
+    def _fill_group(self, group: list[Tensor], buffers: Mapping[str, Array]) -> None:
+        if len(group) > 1:
+            flat = [buffers[tensor.name] for tensor in group]
+            self._read_exactly(flat, group[0].begin, group[0].name)
+            for tensor, buffer in zip(group, flat, strict=True):
+                self._check(tensor, xxhash.xxh3_128_hexdigest(buffer))
+            return
+        tensor, hasher = group[0], xxhash.xxh3_128()
+        buffer = buffers[tensor.name]
+        # hashed piece by piece, while the bytes are still in the processor's cache
+        for start in range(0, buffer.size, CHUNK_BYTES):
+            piece = buffer[start : start + CHUNK_BYTES]
+            self._read_exactly([piece], tensor.begin + start, tensor.name)
+            hasher.update(piece)
+        self._check(tensor, hasher.hexdigest())
+
+    def _describe_damage(self, tensor: Tensor) -> str:
+        first = self._header.nbytes + tensor.begin
+        last = self._header.nbytes + tensor.end - 1
+        return f"{tensor.name or repr('')}: bytes {first}-{last} are not those written"
+
+    def _check(self, tensor: Tensor, digest: str) -> None:
+        if digest != tensor.digest:
+            raise DamagedCheckpointError(
+                "the payload of a leaf is damaged",
+                details=(self._describe_damage(tensor),),
+                hint=DAMAGED_HINT,
+            )
+
+
+def _group_tensors(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group leaves that lie side by side in the file, up to a chunk together."""
+    group: list[Tensor] = []
+    for tensor in sorted(tensors, key=lambda item: (item.begin, item.end)):
+        adjoins = group and group[-1].end == tensor.begin
+        if group and (not adjoins or tensor.end - group[0].begin > CHUNK_BYTES):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
