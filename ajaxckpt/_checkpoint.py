@@ -4,6 +4,11 @@ A checkpoint is a value: saving is a function from a pytree to bytes, restoring 
 from bytes and a skeleton to a pytree.
 """
 
+# jax's own annotations are partial
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownLambdaType=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
@@ -20,10 +25,9 @@ from ajaxckpt._errors import (
     error_context,
 )
 from ajaxckpt._files import resolve_path
-from ajaxckpt._layout import Layout
+from ajaxckpt._layout import Layout, LeafSpec
 from ajaxckpt._metadata import Metadata, plain_config, plain_metrics, plain_step
 from ajaxckpt._names import relative_name, select_names, split_name, top_level
-from ajaxckpt._opening import open_checkpoint
 from ajaxckpt._placement import is_traced
 from ajaxckpt._plan import Patterns, RestorePlan, make_plan
 from ajaxckpt._provenance import gather_provenance
@@ -120,9 +124,9 @@ def save_checkpoint(
 
     >>> record = save_checkpoint({"w": jax.numpy.ones(3)}, path)  # doctest: +SKIP
     """
-    with error_context(os.fspath(path), "cannot save"):
+    target = resolve_path(path)
+    with error_context(target, "cannot save"):
         _refuse_migrations(migrations)
-        target = resolve_path(path)
         excluded = _as_patterns(exclude)
         metadata = Metadata(
             checkpoint_id=uuid.uuid4().hex,
@@ -181,8 +185,6 @@ def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
 
 def _describe_skeleton(flat: FlatState, keep: tuple[str, ...]) -> Layout:
     """Describe a skeleton's leaves; what is kept may be of any kind."""
-    from ajaxckpt._layout import LeafSpec
-
     kept = select_names(keep, list(flat.leaves), argument="keep")
     for name in kept:
         if isinstance(flat.leaves[name], jax.ShapeDtypeStruct):
@@ -219,11 +221,12 @@ def plan_restore(
         UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
         InvalidArgumentError: a pattern is wrong or selects nothing.
     """
-    with error_context(os.fspath(path), "cannot restore"):
+    resolved = resolve_path(path)
+    with error_context(resolved, "cannot restore"):
         _refuse_migrations(migrations)
         _refuse_traced("the state is restored")
         kept = _as_patterns(keep)
-        checkpoint = open_checkpoint(path)
+        checkpoint = Checkpoint(resolved)
         flat = flatten_state(skeleton)
         return make_plan(
             checkpoint,
@@ -277,14 +280,14 @@ def restore_into(
 
     >>> state = restore_into(agent.train(0), path)  # doctest: +SKIP
     """
-    with error_context(os.fspath(path), "cannot restore"):
-        plan = plan_restore(
-            skeleton,
-            path,
-            subtree=subtree,
-            keep=keep,
-            ignore=ignore,
-            resize=resize,
-            migrations=migrations,
-        )
+    plan = plan_restore(
+        skeleton,
+        path,
+        subtree=subtree,
+        keep=keep,
+        ignore=ignore,
+        resize=resize,
+        migrations=migrations,
+    )
+    with error_context(plan.path, "cannot restore"):
         return plan.apply()

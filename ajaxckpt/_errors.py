@@ -19,7 +19,7 @@ untouched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -117,7 +117,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 @contextmanager
-def error_context(path: object, act: str) -> Iterator[None]:
+def error_context(path: object, act: str) -> Generator[None]:
     """Say where and in which act an error arose that does not know it itself."""
     try:
         yield

@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ajaxckpt._errors import (
@@ -313,7 +313,7 @@ def _replace(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked_temp(directory: str) -> Iterator[tuple[str, int]]:
+def _locked_temp(directory: str) -> Generator[tuple[str, int]]:
     """Yield a temp's path and descriptor; whatever fails, leave no temp."""
     path, lock = _create_temp(directory)
     try:

@@ -306,7 +306,7 @@ def _check_digest(raw: bytes, match: re.Match[bytes]) -> None:
 
 def _read_header(raw: bytes, start: int) -> Header:
     """Parse a header whose digest is right, then compare it with our own."""
-    text = raw.decode("ascii")
+    text = raw.decode("latin-1")  # the length field; the comparison demands ASCII
     run = _HEX_RUN.match(text, start)
     if run is None or not text.startswith(_META_KEY, run.end()):
         raise ValueError("leaf digests")
@@ -364,9 +364,10 @@ def _read_leaves(
     layout: dict[str, LeafSpec] = {}
     values: dict[str, Value] = {}
     for item in items:
-        facts = {"tensor": item} if type(item) is int else cast("dict[str, Any]", item)
+        facts = cast("dict[str, Any]", item if type(item) is dict else {"tensor": item})
         if "tensor" in facts:
-            name, spec = _read_tensor_leaf(facts, entries[facts["tensor"]])
+            position = cast("int", facts["tensor"])
+            name, spec = _read_tensor_leaf(facts, entries[position])
         else:
             name, spec = facts["name"], LeafSpec(kind=facts["kind"])
             values[name] = check_scalar(facts["kind"], facts["value"])

@@ -158,14 +158,15 @@ def plain_config(config: object) -> Mapping[str, Json] | None:
     """
     if config is None:
         return None
-    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    if not (isinstance(config, Mapping) or is_record):
-        why = f"a {type(config).__name__} is neither a mapping nor a dataclass"
+    plain = plain_json(config, "config")
+    if not isinstance(plain, dict):
+        name = type(config).__name__
+        why = f"a {name} is neither a mapping nor a dataclass"
         raise _refuse("config", "", why, "pass a dict or a dataclass instance")
-    return cast("dict[str, Json]", plain_json(config, "config"))
+    return plain
 
 
-def plain_metrics(metrics: Mapping[str, object] | None) -> Mapping[str, Json]:
+def plain_metrics(metrics: object) -> Mapping[str, Any]:
     """Return metrics as a flat mapping from name to number or None.
 
     Raises:
@@ -173,16 +174,17 @@ def plain_metrics(metrics: Mapping[str, object] | None) -> Mapping[str, Json]:
     """
     if metrics is None:
         return {}
-    if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"a {type(metrics).__name__} is not a mapping"
+    if not isinstance(metrics, Mapping):
+        name = type(metrics).__name__
+        why = f"a {name} is not a mapping"
         raise _refuse("metrics", "", why, 'pass metrics={"return": 1.0}')
-    for key, item in metrics.items():
+    for key, item in cast("Mapping[object, object]", metrics).items():
         number = _scalar(item)
         if not (number is None or isinstance(number, int | float)):
             why = f"a {type(item).__name__} is not a single number"
             hint = "pass one number per name, such as float(value.mean())"
             raise _refuse("metrics", f".{key}", why, hint)
-    return cast("dict[str, Json]", plain_json(metrics, "metrics"))
+    return cast("dict[str, Any]", plain_json(cast("object", metrics), "metrics"))
 
 
 def plain_step(step: object) -> int | None:
@@ -215,6 +217,19 @@ def plain_step(step: object) -> int | None:
     return number
 
 
+def _is_readable(value: Json, depth: int = 0) -> bool:
+    """Tell whether ``read_json`` will take data that came from a file."""
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, list):
+        return all(_is_readable(item, depth + 1) for item in value)
+    if not isinstance(value, dict):
+        return True
+    if set(value) == {_FLOAT_TAG}:
+        return value[_FLOAT_TAG] in ("nan", "inf", "-inf")
+    return all(_is_readable(item, depth + 1) for item in value.values())
+
+
 def _is_id(value: object) -> bool:
     return value is None or (type(value) is str and 0 < len(value) <= MAX_ID)
 
@@ -226,20 +241,22 @@ def read_metadata(facts: Mapping[str, Any]) -> Metadata:
         ValueError, TypeError, LookupError, AttributeError: not what a save writes.
     """
     ids = (facts["checkpoint_id"], facts["run_id"], facts["parent_id"])
-    metrics, layouts = facts["metrics"], facts["layouts"]
+    metrics, layouts = facts["metrics"], cast("dict[str, object]", facts["layouts"])
     sound = (
         all(map(_is_id, ids))
         and ids[0] is not None
         and (facts["step"] is None or type(facts["step"]) is int)
         and plain_step(facts["step"]) == facts["step"]
         and type(metrics) is dict
-        and plain_metrics(read_json(metrics)) == metrics  # pyright: ignore[reportArgumentType]
+        and plain_metrics(read_json(cast("Json", metrics))) == metrics
         and (facts["config"] is None or type(facts["config"]) is dict)
+        and _is_readable(cast("Json", facts["config"]))
         and type(layouts) is dict
         and all(type(number) is int for number in layouts.values())
         and type(facts["provenance"]) is dict
+        and _is_readable(cast("Json", facts["provenance"]))
     )
     excluded = facts["excluded"]
     if not sound or any(type(item) is not str for item in excluded):
         raise ValueError("metadata")
-    return Metadata(**{**facts, "excluded": tuple(excluded)})
+    return Metadata(**cast("Any", {**facts, "excluded": tuple(excluded)}))

@@ -40,8 +40,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         DamagedCheckpointError: the header is not as it was written.
         NewerFormatError: a newer release wrote the file.
     """
-    with error_context(os.fspath(path), "cannot open"):
-        return Checkpoint(resolve_path(path))
+    resolved = resolve_path(path)
+    with error_context(resolved, "cannot open"):
+        return Checkpoint(resolved)
 
 
 def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
@@ -57,8 +58,8 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
         DamagedCheckpointError: the header is not as it was written.
         NewerFormatError: a newer release wrote the file.
     """
-    with error_context(os.fspath(path), "cannot tell whether a checkpoint exists"):
-        resolved = resolve_path(path)
+    resolved = resolve_path(path)
+    with error_context(resolved, "cannot tell whether a checkpoint exists"):
         if is_missing(resolved):
             return False
         Checkpoint(resolved).close()
@@ -75,9 +76,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
         DamagedCheckpointError: names every part that is damaged.
         CheckpointNotFoundError, NotACheckpointError, NewerFormatError: as opening.
     """
+    resolved = resolve_path(path)
     with (
-        error_context(os.fspath(path), "is not whole"),
-        open_checkpoint(path) as checkpoint,
+        error_context(resolved, "is not whole"),
+        Checkpoint(resolved) as checkpoint,
     ):
         if damaged := checkpoint.find_damage():
             raise DamagedCheckpointError(

@@ -5,18 +5,24 @@ Value facts (dtype, shape, weak type) are the file's, placement (host or device,
 sharding, memory kind, committed or not) is the skeleton's.
 """
 
+# jax's own annotations are partial
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownLambdaType=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
 from ajaxckpt._dtypes import STORED_DTYPES
@@ -62,17 +68,17 @@ class _Place:
     """Where a device array goes: a sharding it is committed to, or just a device."""
 
     sharding: Sharding | None = None
-    device: jax.Device | None = None
+    device: Any = None
 
 
 def is_traced() -> bool:
     """Tell whether the caller stands inside a traced function."""
     with jax.transfer_guard("allow"):
-        return isinstance(jax.device_put(np.int32(0)), jax.core.Tracer)
+        return isinstance(jax.device_put(np.int32(0)), Tracer)
 
 
 @contextlib.contextmanager
-def _neutral_context() -> Iterator[None]:
+def _neutral_context() -> Generator[None]:
     """Keep the caller's settings from changing a value or raising.
 
     An ambient mesh would commit what a compiled function returns, a narrow x64 flag
@@ -141,10 +147,10 @@ def _is_multi_device(place: _Place) -> bool:
 
 def _shard_buffers(
     target: Target, sharding: Sharding
-) -> dict[jax.Device, tuple[tuple[slice, ...], Array]]:
+) -> dict[Any, tuple[tuple[slice, ...], Array]]:
     """Allocate one buffer per device, replicas included."""
     shape, dtype = target.spec.payload_shape, _storage_dtype(target.spec)
-    buffers: dict[jax.Device, tuple[tuple[slice, ...], Array]] = {}
+    buffers: dict[Any, tuple[tuple[slice, ...], Array]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = tuple(
             slice(*axis.indices(size)[:2])

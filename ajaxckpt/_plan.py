@@ -22,7 +22,7 @@ from ajaxckpt._layout import (
 from ajaxckpt._names import parse_pattern, select_names
 from ajaxckpt._placement import Target, restore_leaves
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._tree import FlatState, find_member, unflatten_state
+from ajaxckpt._tree import FlatState, find_member, function_name, unflatten_state
 
 Patterns = str | Iterable[str]
 
@@ -133,6 +133,11 @@ class RestorePlan:
     _file: Layout
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The skeleton's leaf names."""
+        return tuple(self._skeleton.leaves)
+
+    @property
     def load(self) -> tuple[str, ...]:
         """The leaves to be filled from the file."""
         return self.decisions.load
@@ -234,8 +239,6 @@ def make_plan(
 def _note_functions(
     functions: Sequence[tuple[str, str]], flat: FlatState, stored: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    from ajaxckpt._tree import function_name
-
     pairs = [
         (name, stored[full], function_name(flat.leaves[name]))
         for name, full in functions
@@ -279,7 +282,7 @@ def _hint(plan: RestorePlan, excluded: Sequence[str]) -> str:
 
 def _mismatch_error(plan: RestorePlan, excluded: Sequence[str]) -> LayoutMismatchError:
     mismatches = plan.mismatches
-    total = len({*plan._skeleton.leaves, *(item.name for item in mismatches)})
+    total = len({*plan.names, *(item.name for item in mismatches)})
     verb = "does" if len(mismatches) == 1 else "do"
     below = f" below {plan.subtree}" if plan.subtree else ""
     return LayoutMismatchError(

@@ -71,5 +71,8 @@ def _user_directories() -> list[str]:
 def gather_provenance() -> dict[str, str | bool | None]:
     """Return the time in UTC, package versions and the user's git commit."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    commits = filter(None, map(_git_facts, _user_directories()))
-    return {"time": now, **_versions(), **next(commits, {})}
+    facts: dict[str, str | bool | None] = {"time": now, **_versions()}
+    for directory in _user_directories():
+        if commit := _git_facts(directory):
+            return {**facts, **commit}
+    return facts

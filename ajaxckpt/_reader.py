@@ -17,6 +17,7 @@ import xxhash
 from ajaxckpt._digest import digest_state
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._errors import (
+    CheckpointError,
     DamagedCheckpointError,
     InvalidArgumentError,
     NotACheckpointError,
@@ -102,6 +103,8 @@ class Checkpoint(Mapping[str, Any]):
             self._header = parse_header(raw, size)
         except BaseException as error:
             self._close()
+            if isinstance(error, CheckpointError):
+                error.path = path
             if isinstance(error, DamagedCheckpointError):
                 error.hint = error.hint or DAMAGED_HINT
             raise
@@ -240,7 +243,7 @@ class Checkpoint(Mapping[str, Any]):
                 count = int(np.prod([s.stop - s.start for s in box], dtype=np.int64))
                 raw = staging[: count * row.itemsize]
                 self._read_exactly([raw], position, name)
-                hasher.update(raw)
+                hasher.update(raw.data)
                 scatter_box(parts, box, raw)
                 position += raw.size
             self._check(tensor, hasher.hexdigest())
@@ -254,7 +257,7 @@ class Checkpoint(Mapping[str, Any]):
             for start in range(tensor.begin, tensor.end, CHUNK_BYTES):
                 raw = staging[: min(CHUNK_BYTES, tensor.end - start)]
                 self._read_exactly([raw], start, tensor.name)
-                hasher.update(raw)
+                hasher.update(raw.data)
             if hasher.hexdigest() != tensor.digest:
                 damaged.append(self._describe_damage(tensor))
         return damaged
@@ -294,7 +297,7 @@ class Checkpoint(Mapping[str, Any]):
             flat = [buffers[tensor.name] for tensor in group]
             self._read_exactly(flat, group[0].begin, group[0].name)
             for tensor, buffer in zip(group, flat, strict=True):
-                self._check(tensor, xxhash.xxh3_128_hexdigest(buffer))
+                self._check(tensor, xxhash.xxh3_128_hexdigest(buffer.data))
             return
         tensor, hasher = group[0], xxhash.xxh3_128()
         buffer = buffers[tensor.name]
@@ -302,7 +305,7 @@ class Checkpoint(Mapping[str, Any]):
         for start in range(0, buffer.size, CHUNK_BYTES):
             piece = buffer[start : start + CHUNK_BYTES]
             self._read_exactly([piece], tensor.begin + start, tensor.name)
-            hasher.update(piece)
+            hasher.update(piece.data)
         self._check(tensor, hasher.hexdigest())
 
     def _describe_damage(self, tensor: Tensor) -> str:

@@ -5,6 +5,11 @@ a flat list, and unflattened once with the skeleton's own treedef: nodes are nev
 probed and classes never rebuilt.
 """
 
+# jax's own annotations are partial
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownLambdaType=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import enum
@@ -15,6 +20,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -194,7 +200,7 @@ def describe_leaf(name: str, leaf: Any) -> LeafSpec:
     Raises:
         UnsupportedLeafError: no kind of leaf that a checkpoint can hold.
     """
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         hint = "call it outside jit, vmap, grad and scan"
         raise _refuse(name, "a tracer: the call stands inside a traced function", hint)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
