@@ -125,7 +125,7 @@ def save_checkpoint(
     >>> record = save_checkpoint({"w": jax.numpy.ones(3)}, path)  # doctest: +SKIP
     """
     target = resolve_path(path)
-    with error_context(target, "cannot save"):
+    with error_context(target, "cannot save"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
         excluded = _as_patterns(exclude)
         metadata = Metadata(
@@ -137,8 +137,7 @@ def save_checkpoint(
             provenance=gather_provenance(),
         )
         data = _collect(state, excluded)
-        with jax.transfer_guard("allow"):
-            return write_checkpoint(target, data, metadata)
+        return write_checkpoint(target, data, metadata)
 
 
 def state_digest(state: Any) -> str:
@@ -156,10 +155,8 @@ def state_digest(state: Any) -> str:
     >>> state_digest({"step": 3}) == state_digest({"step": 3})
     True
     """
-    with error_context(None, "cannot digest"):
-        data = _collect(state, ())
-        with jax.transfer_guard("allow"):
-            return digest_data(data)
+    with error_context(None, "cannot digest"), jax.transfer_guard("allow"):
+        return digest_data(_collect(state, ()))
 
 
 def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
@@ -222,7 +219,7 @@ def plan_restore(
         InvalidArgumentError: a pattern is wrong or selects nothing.
     """
     resolved = resolve_path(path)
-    with error_context(resolved, "cannot restore"):
+    with error_context(resolved, "cannot restore"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
         _refuse_traced("the state is restored")
         kept = _as_patterns(keep)

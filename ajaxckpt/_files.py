@@ -7,10 +7,12 @@ the bytes mean. An ``OSError`` passes through untouched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -33,6 +35,9 @@ _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a FIFO must not block the open
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _SHARING_RETRIES = 5
+# what a file system answers that knows no such operation
+_UNKNOWN_OPERATION = (errno.EINVAL, errno.ENOTSUP)
+_seek_lock = threading.Lock()
 
 Buffer = Any  # memoryview, bytes or a flat uint8 array
 
@@ -141,8 +146,9 @@ def read_into(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
 def _read_some(fd: int, views: list[memoryview], offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, views, offset)
-    os.lseek(fd, offset, os.SEEK_SET)  # Windows has no positioned read
-    data = os.read(fd, len(views[0]))
+    with _seek_lock:  # Windows has no positioned read
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, len(views[0]))
     views[0][: len(data)] = data
     return len(data)
 
@@ -209,9 +215,19 @@ def _sync(fd: int) -> None:
     """Make a descriptor's bytes durable; macOS needs a stronger word for it."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None and fcntl is not None:
-        fcntl.fcntl(fd, full)
-    else:
-        os.fsync(fd)
+        with _ignoring_unknown_operation():
+            fcntl.fcntl(fd, full)
+            return
+    os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _ignoring_unknown_operation() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNKNOWN_OPERATION:
+            raise
 
 
 def _sync_directory(directory: str) -> None:
@@ -219,7 +235,8 @@ def _sync_directory(directory: str) -> None:
         return
     fd = os.open(directory, os.O_RDONLY | _OPEN_FLAGS)
     try:
-        os.fsync(fd)
+        with _ignoring_unknown_operation():  # some network file systems
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -256,7 +273,7 @@ def _sweep_temps(directory: str) -> None:
         # another sweeper, or the writer's rename, may be faster
         with contextlib.suppress(OSError):
             path = os.path.join(directory, name)
-            fd = os.open(path, os.O_RDWR | _OPEN_FLAGS | _NO_FOLLOW)
+            fd = _open_temp(path)
             try:
                 if _lock(fd, wait=False):
                     os.unlink(path)
@@ -264,19 +281,39 @@ def _sweep_temps(directory: str) -> None:
                 os.close(fd)
 
 
+def _open_temp(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | _OPEN_FLAGS | _NO_FOLLOW)
+    except PermissionError:  # it was to replace a file that may not be written
+        return os.open(path, os.O_RDONLY | _OPEN_FLAGS | _NO_FOLLOW)
+
+
+def _discard(path: str, fd: int | None) -> None:
+    """Close and remove a temp as well as that goes."""
+    if fd is not None:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
 def _create_temp(directory: str) -> tuple[str, int]:
     """Create and lock a new temp; its mode is the umask's.
 
     Returns:
-        The path, and the descriptor that holds the lock.
+        The path, and a descriptor to write to.
     """
     while True:
         name = f".ajaxckpt-{secrets.token_hex(8)}.tmp"
         path = os.path.join(directory, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
         fd = os.open(path, flags, 0o666)
-        if _lock(fd, wait=True) and os.fstat(fd).st_nlink:
-            return path, fd
+        try:
+            if _lock(fd, wait=True) and os.fstat(fd).st_nlink:
+                return path, fd
+        except BaseException:
+            _discard(path, fd)
+            raise
         os.close(fd)  # a sweeper came between the two calls and removed it
 
 
@@ -288,7 +325,10 @@ def _check_replaceable(path: str, is_ours: Callable[[bytes], bool]) -> int | Non
     """
     if is_missing(path):
         return None
-    fd, size = open_file(path)
+    try:
+        fd, size = open_file(path)
+    except CheckpointNotFoundError:  # removed since
+        return None
     try:
         head = bytearray(min(size, 4096))
         read_into(fd, [head], 0)
@@ -312,24 +352,8 @@ def _replace(source: str, target: str) -> None:
             time.sleep(0.05 * 2**attempt)
 
 
-@contextlib.contextmanager
-def _locked_temp(directory: str) -> Generator[tuple[str, int]]:
-    """Yield a temp's path and descriptor; whatever fails, leave no temp."""
-    path, lock = _create_temp(directory)
-    try:
-        yield path, lock
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    finally:
-        # kept to the end: a sweeper that wins the lock removes the temp
-        os.close(lock)
-
-
-def _fill_temp(lock: int, mode: int | None, write: Callable[[Sink], None]) -> None:
+def _fill_temp(fd: int, mode: int | None, write: Callable[[Sink], None]) -> None:
     """Write, fsync and close; a failing close is a failed write."""
-    fd = os.dup(lock)
     try:
         if mode is not None and hasattr(os, "fchmod"):
             os.fchmod(fd, mode)
@@ -340,6 +364,26 @@ def _fill_temp(lock: int, mode: int | None, write: Callable[[Sink], None]) -> No
             os.close(fd)
         raise
     os.close(fd)
+
+
+def _publish(
+    target: str, write: Callable[[Sink], None], is_ours: Callable[[bytes], bool]
+) -> None:
+    """Fill a temp and rename it over the target; whatever fails, leave no temp."""
+    mode = _check_replaceable(target, is_ours)
+    temp, fd = _create_temp(os.path.dirname(target))
+    # the lock outlives the close: a sweeper that wins it removes the temp
+    keeper = None if fcntl is None else os.dup(fd)
+    try:
+        _fill_temp(fd, mode, write)
+        _check_replaceable(target, is_ours)
+        _replace(temp, target)
+    except BaseException:
+        _discard(temp, None)
+        raise
+    finally:
+        if keeper is not None:
+            os.close(keeper)
 
 
 def write_atomically(
@@ -363,10 +407,6 @@ def write_atomically(
     _check_replaceable(target, is_ours)
     _make_directories(directory)
     _sweep_temps(directory)
-    with _locked_temp(directory) as (temp, lock):
-        mode = _check_replaceable(target, is_ours)
-        _fill_temp(lock, mode, write)
-        _check_replaceable(target, is_ours)
-        _replace(temp, target)
+    _publish(target, write, is_ours)
     _sync_directory(directory)
     return target

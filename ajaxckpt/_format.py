@@ -220,9 +220,20 @@ def seal_header(draft: bytearray, digests: Sequence[str]) -> bytes:
     return bytes(draft)
 
 
-def is_ours(head: bytes) -> bool:
-    """Tell from a file's first bytes whether ajaxckpt wrote it, damaged or not."""
+def looks_like_ours(head: bytes) -> bool:
+    """Tell from a file's first bytes whether it is a checkpoint, damaged or not.
+
+    The mark stands there more than once: no single damage hides it.
+    """
     return _MARK in head[LENGTH_BYTES:HEAD_BYTES]
+
+
+def is_ours(head: bytes) -> bool:
+    """Tell from a file's first bytes whether ajaxckpt wrote it, beyond doubt.
+
+    Asked before a file is replaced: a note that mentions ajaxckpt is not ours.
+    """
+    return head.startswith(_OPENING, LENGTH_BYTES)
 
 
 def read_length(head: bytes, file_size: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -23,7 +23,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, Sharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._errors import InvalidArgumentError
@@ -97,14 +103,34 @@ def _neutral_context() -> Generator[None]:
         yield
 
 
-def _place_of(like: Any) -> _Place:
+def _committed_sharding(like: Any) -> Sharding | None:
     if isinstance(like, jax.ShapeDtypeStruct):
-        return _Place(sharding=like.sharding)
-    if isinstance(like, jax.Array):
-        if like.committed:
-            return _Place(sharding=like.sharding)
-        return _Place(device=next(iter(like.sharding.device_set)))
+        return like.sharding
+    return like.sharding if isinstance(like, jax.Array) and like.committed else None
+
+
+def _common_place(skeleton: Iterable[Any]) -> _Place:
+    """Return where a compiled step puts a result whose skeleton names no place.
+
+    Beside committed arrays, what comes out of a compiled function is committed too:
+    replicated over their mesh, or on their device.
+    """
+    found = {_committed_sharding(like) for like in skeleton} - {None}
+    meshes = {item.mesh for item in found if isinstance(item, NamedSharding)}
+    if len(meshes) == 1 and all(isinstance(item, NamedSharding) for item in found):
+        return _Place(sharding=NamedSharding(meshes.pop(), PartitionSpec()))
+    devices = {device for item in found if item for device in item.device_set}
+    if len(devices) == 1:
+        return _Place(sharding=SingleDeviceSharding(devices.pop()))
     return _Place()
+
+
+def _place_of(like: Any, common: _Place) -> _Place:
+    if (sharding := _committed_sharding(like)) is not None:
+        return _Place(sharding=sharding)
+    if isinstance(like, jax.Array):
+        return _Place(device=next(iter(like.sharding.device_set)))
+    return common
 
 
 def _host_kind(target: Target) -> str:
@@ -174,7 +200,7 @@ def _read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax
     singles = jax.device_put(
         [data for _, data in buffers.values()],
         [
-            jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             for device in buffers
         ],
     )
@@ -183,12 +209,19 @@ def _read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax
     )
 
 
+def _on_device(place: _Place) -> contextlib.AbstractContextManager[Any]:
+    """Make a place's device the default, or leave the caller's default alone."""
+    if place.device is None:
+        return contextlib.nullcontext()
+    return jax.default_device(place.device)
+
+
 def _put(buffers: dict[str, Array], place: _Place) -> dict[str, jax.Array]:
     """Move host buffers to one place in one call."""
     if place.sharding is not None:
         arrays = jax.device_put(list(buffers.values()), place.sharding)
     else:
-        with jax.default_device(place.device):
+        with _on_device(place):
             arrays = jax.device_put(list(buffers.values()))
     return dict(zip(buffers, arrays, strict=True))
 
@@ -213,20 +246,20 @@ def _compile_weakener(
 
 def _weaken(array: jax.Array, place: _Place) -> jax.Array:
     args = (array.shape, array.dtype, place.sharding)
-    with jax.default_device(place.device):
-        return _compile_weakener(*args, place.device)(array)
+    with _on_device(place):
+        return _compile_weakener(*args, jax.config.jax_default_device)(array)
 
 
 def _wrap_key(data: jax.Array, target: Target, place: _Place) -> jax.Array:
-    with jax.default_device(place.device):
+    with _on_device(place):
         key = jax.random.wrap_key_data(data, impl=target.spec.key_impl)
     return key if place.sharding is None else jax.device_put(key, place.sharding)
 
 
 def _restore_on_devices(
-    targets: Sequence[Target], source: LeafSource
+    targets: Sequence[Target], source: LeafSource, common: _Place
 ) -> dict[str, jax.Array]:
-    places = {target.name: _place_of(target.like) for target in targets}
+    places = {target.name: _place_of(target.like, common) for target in targets}
     arrays: dict[str, jax.Array] = {}
     groups: dict[_Place, dict[str, Array]] = defaultdict(dict)
     for target in targets:
@@ -272,8 +305,15 @@ def _restore_values(targets: Sequence[Target], source: LeafSource) -> dict[str, 
     return values
 
 
-def restore_leaves(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
+def restore_leaves(
+    targets: Sequence[Target], source: LeafSource, skeleton: Iterable[Any]
+) -> dict[str, Any]:
     """Read leaves and put each into its skeleton leaf's place.
+
+    Args:
+        targets: the leaves to restore.
+        source: where their bytes and values come from.
+        skeleton: all leaves of the skeleton, those not restored included.
 
     Returns:
         Name in the file to live leaf. No two share memory.
@@ -289,5 +329,6 @@ def restore_leaves(targets: Sequence[Target], source: LeafSource) -> dict[str, A
     leaves = _restore_values(by_form["value"], source)
     leaves.update(_restore_on_host(by_form["host"], source))
     with _neutral_context():
-        leaves.update(_restore_on_devices(by_form["jax"], source))
+        common = _common_place(skeleton)
+        leaves.update(_restore_on_devices(by_form["jax"], source, common))
     return leaves

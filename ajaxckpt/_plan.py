@@ -194,7 +194,8 @@ class RestorePlan:
             )
             for name in self.load
         ]
-        restored = restore_leaves(targets, self._checkpoint)
+        skeleton = self._skeleton.leaves.values()
+        restored = restore_leaves(targets, self._checkpoint, skeleton)
         leaves = dict(self._skeleton.leaves)
         for name in self.load:
             leaves[name] = restored[_file_name(self.subtree, name)]

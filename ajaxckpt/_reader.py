@@ -24,7 +24,13 @@ from ajaxckpt._errors import (
     error_context,
 )
 from ajaxckpt._files import Buffer, open_file, read_into
-from ajaxckpt._format import HEAD_BYTES, Tensor, is_ours, parse_header, read_length
+from ajaxckpt._format import (
+    HEAD_BYTES,
+    Tensor,
+    looks_like_ours,
+    parse_header,
+    read_length,
+)
 from ajaxckpt._layout import TEXT_KINDS, Layout
 from ajaxckpt._metadata import Json, read_json
 from ajaxckpt._names import near_names
@@ -52,7 +58,7 @@ def _read_head(fd: int, size: int, nbytes: int) -> bytes:
 
 def _check_is_ours(head: bytes, size: int) -> None:
     """Tell a damaged checkpoint from a file that never was one."""
-    if is_ours(head):
+    if looks_like_ours(head):
         return
     if size == 0:
         raise DamagedCheckpointError("the file is empty")

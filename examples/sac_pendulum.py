@@ -298,12 +298,17 @@ def update(config: Config, state: SACState) -> SACState:
     )
     state, critic_loss = update_critic(config, state, batch, key_next)
     state, entropy = update_actor(state, batch, key_actor)
-    state = update_temperature(state, entropy, target_entropy=-batch.action.shape[-1])
+    # the temperature rises where the entropy is below its target, -action_dim
+    excess_entropy = entropy + batch.action.shape[-1]
+    temperature = state.temperature.apply_gradients(grads={"log_alpha": excess_entropy})
     target_critic_params = optax.incremental_update(
         state.critic.params, state.target_critic_params, config.tau
     )
     return state.replace(
-        key=key, target_critic_params=target_critic_params, critic_loss=critic_loss
+        key=key,
+        temperature=temperature,
+        target_critic_params=target_critic_params,
+        critic_loss=critic_loss,
     )
 
 
@@ -343,14 +348,6 @@ def update_actor(
 
     grads, entropy = jax.grad(loss_fn, has_aux=True)(state.actor.params)
     return state.replace(actor=state.actor.apply_gradients(grads=grads)), entropy
-
-
-def update_temperature(
-    state: SACState, entropy: jax.Array, target_entropy: float
-) -> SACState:
-    """Raise the temperature where the entropy is below its target."""
-    grads = {"log_alpha": entropy - target_entropy}
-    return state.replace(temperature=state.temperature.apply_gradients(grads=grads))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -507,14 +504,20 @@ def show(returns: jax.Array) -> str:
     return " ".join(f"{value:7.1f}" for value in returns.tolist())
 
 
+def run(config: Config, path: str, chunk: int) -> SACState:
+    """Train up to the total in chunks, from wherever the last run got to."""
+    state = start_or_resume(config, path)
+    while (left := config.total_timesteps - int(state.step[0])) > 0:
+        state = train_and_save(config, state, min(chunk, left), path)
+    return state
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train in chunks with a checkpoint after each, then evaluate."""
+    """Run, evaluate and print the digest of the final state."""
     args = parse_args(argv)
     config = Config(seeds=tuple(args.seeds), total_timesteps=args.total_timesteps)
-    state = start_or_resume(config, args.path)
     try:
-        while (left := config.total_timesteps - int(state.step[0])) > 0:
-            state = train_and_save(config, state, min(args.chunk, left), args.path)
+        state = run(config, args.path, args.chunk)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint")
         return 130
