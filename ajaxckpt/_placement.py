@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -247,7 +247,8 @@ def _compile_weakener(
 def _weaken(array: jax.Array, place: _Place) -> jax.Array:
     args = (array.shape, array.dtype, place.sharding)
     with _on_device(place):
-        return _compile_weakener(*args, jax.config.jax_default_device)(array)
+        default = cast("Any", jax.config).jax_default_device
+        return _compile_weakener(*args, default)(array)
 
 
 def _wrap_key(data: jax.Array, target: Target, place: _Place) -> jax.Array:
