@@ -5,9 +5,11 @@ Joins ``_format``, ``_payload`` and ``_files``; knows nothing of jax or pytrees.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +39,7 @@ from ajaxckpt._names import near_names
 from ajaxckpt._payload import (
     CHUNK_BYTES,
     Array,
+    Index,
     Part,
     aligned_empty,
     as_bytes,
@@ -248,46 +251,76 @@ class Checkpoint(Mapping[str, Any]):
 
     def fill_parts(self, name: str, parts: Sequence[Part]) -> None:
         """Read one leaf into parts that cover it, such as the shards of an array."""
-        spec, tensor = self._header.layout[name], self._header.tensors[name]
-        row = STORED_DTYPES[spec.payload_dtype]
-        hasher, position = xxhash.xxh3_128(), tensor.begin
-        staging = np.empty(max(CHUNK_BYTES, row.itemsize), np.uint8)
+        boxes = list(self._iter_boxes(name))
         with error_context(self.path, "cannot read"):
-            for box in iter_boxes(spec.payload_shape, row.itemsize):
-                count = int(np.prod([s.stop - s.start for s in box], dtype=np.int64))
-                raw = staging[: count * row.itemsize]
-                self._read_exactly([raw], position, name)
-                hasher.update(raw.data)
+            for raw, box in zip(self._stream_boxes(name, boxes), boxes, strict=True):
                 scatter_box(parts, box, raw)
-                position += raw.size
-            self._check(tensor, hasher.hexdigest())
+
+    def iter_pieces(self, name: str) -> Iterator[Array]:
+        """Yield a leaf's elements in C order as flat arrays of at most a chunk.
+
+        Each array is overwritten by the next; the digest is checked after the last.
+        A typed key's words are never cut apart.
+
+        Raises:
+            DamagedCheckpointError: the leaf's bytes are not those written.
+        """
+        dtype = self._storage_dtype(name)
+        with error_context(self.path, "cannot read"):
+            for raw in self._stream_boxes(name, self._iter_boxes(name)):
+                yield raw.view(dtype)
 
     def find_damage(self) -> list[str]:
         """Read every payload byte and name the leaves that are damaged."""
         damaged: list[str] = []
-        staging = np.empty(CHUNK_BYTES, np.uint8)
         for tensor in self._header.tensors.values():
-            hasher = xxhash.xxh3_128()
-            for start in range(tensor.begin, tensor.end, CHUNK_BYTES):
-                raw = staging[: min(CHUNK_BYTES, tensor.end - start)]
-                self._read_exactly([raw], start, tensor.name)
-                hasher.update(raw.data)
-            if hasher.hexdigest() != tensor.digest:
-                damaged.append(self._describe_damage(tensor))
+            sizes = _chunk_sizes(tensor.end - tensor.begin)
+            try:
+                deque(self._stream(tensor, sizes), maxlen=0)
+            except DamagedCheckpointError as error:
+                damaged += error.details or (error.problem,)
         return damaged
+
+    def _iter_boxes(self, name: str) -> Iterator[Index]:
+        spec = self._header.layout[name]
+        itemsize = STORED_DTYPES[spec.payload_dtype].itemsize
+        return iter_boxes(spec.payload_shape, itemsize)
+
+    def _stream_boxes(self, name: str, boxes: Iterable[Index]) -> Iterator[Array]:
+        itemsize = STORED_DTYPES[self._header.layout[name].payload_dtype].itemsize
+        sizes = (
+            math.prod(axis.stop - axis.start for axis in box) * itemsize
+            for box in boxes
+        )
+        return self._stream(self._header.tensors[name], sizes)
+
+    def _stream(self, tensor: Tensor, sizes: Iterable[int]) -> Iterator[Array]:
+        """Yield a leaf's payload in pieces; check it once the last is through."""
+        hasher, position = xxhash.xxh3_128(), tensor.begin
+        staging = np.empty(CHUNK_BYTES, np.uint8)
+        for size in sizes:
+            raw = staging[:size]
+            self._read_exactly([raw], position, tensor.name)
+            hasher.update(raw.data)
+            yield raw
+            position += size
+        self._check(tensor, hasher.hexdigest())
 
     def _plain(self, value: Mapping[str, Any]) -> dict[str, Any]:
         plain = read_json(dict[str, Json](value))
         return plain if isinstance(plain, dict) else {}
 
-    def _allocate(self, name: str) -> Array:
-        spec = self._header.layout[name]
-        row = STORED_DTYPES[spec.payload_dtype]
+    def _storage_dtype(self, name: str) -> np.dtype[Any]:
+        row = STORED_DTYPES[self._header.layout[name].payload_dtype]
         if row.dtype is None:
             hint = "pip install --upgrade ml_dtypes"
             problem = f"{name}: this ml_dtypes has no dtype {row.name}"
             raise InvalidArgumentError(problem, path=self.path, hint=hint)
-        return aligned_empty(spec.payload_shape, row.dtype)
+        return row.dtype
+
+    def _allocate(self, name: str) -> Array:
+        shape = self._header.layout[name].payload_shape
+        return aligned_empty(shape, self._storage_dtype(name))
 
     def _host_value(self, name: str, array: Array | None) -> Any:
         kind = self._header.layout[name].kind
@@ -313,13 +346,14 @@ class Checkpoint(Mapping[str, Any]):
             for tensor, buffer in zip(group, flat, strict=True):
                 self._check(tensor, xxhash.xxh3_128_hexdigest(buffer.data))
             return
-        tensor, hasher = group[0], xxhash.xxh3_128()
+        tensor, hasher, start = group[0], xxhash.xxh3_128(), 0
         buffer = buffers[tensor.name]
         # hashed piece by piece, while the bytes are still in the processor's cache
-        for start in range(0, buffer.size, CHUNK_BYTES):
-            piece = buffer[start : start + CHUNK_BYTES]
+        for size in _chunk_sizes(buffer.size):
+            piece = buffer[start : start + size]
             self._read_exactly([piece], tensor.begin + start, tensor.name)
             hasher.update(piece.data)
+            start += size
         self._check(tensor, hasher.hexdigest())
 
     def _describe_damage(self, tensor: Tensor) -> str:
@@ -334,6 +368,11 @@ class Checkpoint(Mapping[str, Any]):
                 details=(self._describe_damage(tensor),),
                 hint=DAMAGED_HINT,
             )
+
+
+def _chunk_sizes(nbytes: int) -> Iterator[int]:
+    for start in range(0, nbytes, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, nbytes - start)
 
 
 def _group_tensors(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
