@@ -195,7 +195,7 @@ def _describe_skeleton(flat: FlatState, keep: tuple[str, ...]) -> Layout:
 
 def plan_restore(
     skeleton: Any,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     subtree: str = "",
     keep: Patterns = (),
@@ -218,12 +218,12 @@ def plan_restore(
         UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
         InvalidArgumentError: a pattern is wrong or selects nothing.
     """
-    resolved = resolve_path(path)
+    resolved = path.path if isinstance(path, Checkpoint) else resolve_path(path)
     with error_context(resolved, "cannot restore"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
         _refuse_traced("the state is restored")
         kept = _as_patterns(keep)
-        checkpoint = Checkpoint(resolved)
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(resolved)
         flat = flatten_state(skeleton)
         return make_plan(
             checkpoint,
@@ -237,7 +237,7 @@ def plan_restore(
 
 def restore_into(
     skeleton: State,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     subtree: str = "",
     keep: Patterns = (),
@@ -254,7 +254,8 @@ def restore_into(
 
     Args:
         skeleton: what a zero-step train call builds, or its ``jax.eval_shape``.
-        path: the file.
+        path: the file, or an open checkpoint: several restores from that one see the
+            same file, even if it is replaced meanwhile.
         subtree: restore from below this leaf name; only its bytes are read. Names
             in the other arguments and in errors are then relative to it.
         keep: patterns over the skeleton's names: leaves to take from the skeleton.

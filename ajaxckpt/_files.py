@@ -288,11 +288,8 @@ def _open_temp(path: str) -> int:
         return os.open(path, os.O_RDONLY | _OPEN_FLAGS | _NO_FOLLOW)
 
 
-def _discard(path: str, fd: int | None) -> None:
-    """Close and remove a temp as well as that goes."""
-    if fd is not None:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+def _discard(path: str) -> None:
+    """Remove a temp as well as that goes."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -312,7 +309,8 @@ def _create_temp(directory: str) -> tuple[str, int]:
             if _lock(fd, wait=True) and os.fstat(fd).st_nlink:
                 return path, fd
         except BaseException:
-            _discard(path, fd)
+            os.close(fd)
+            _discard(path)
             raise
         os.close(fd)  # a sweeper came between the two calls and removed it
 
@@ -366,24 +364,37 @@ def _fill_temp(fd: int, mode: int | None, write: Callable[[Sink], None]) -> None
     os.close(fd)
 
 
+@contextlib.contextmanager
+def _keeping_lock(fd: int) -> Generator[None]:
+    """Let a temp's lock outlive its close: a sweeper that wins it removes the temp."""
+    if fcntl is None:
+        yield
+        return
+    try:
+        keeper = os.dup(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        yield
+    finally:
+        os.close(keeper)
+
+
 def _publish(
     target: str, write: Callable[[Sink], None], is_ours: Callable[[bytes], bool]
 ) -> None:
     """Fill a temp and rename it over the target; whatever fails, leave no temp."""
     mode = _check_replaceable(target, is_ours)
     temp, fd = _create_temp(os.path.dirname(target))
-    # the lock outlives the close: a sweeper that wins it removes the temp
-    keeper = None if fcntl is None else os.dup(fd)
     try:
-        _fill_temp(fd, mode, write)
-        _check_replaceable(target, is_ours)
-        _replace(temp, target)
+        with _keeping_lock(fd):
+            _fill_temp(fd, mode, write)
+            _check_replaceable(target, is_ours)
+            _replace(temp, target)
     except BaseException:
-        _discard(temp, None)
+        _discard(temp)
         raise
-    finally:
-        if keeper is not None:
-            os.close(keeper)
 
 
 def write_atomically(

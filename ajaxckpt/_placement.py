@@ -248,7 +248,10 @@ def _weaken(array: jax.Array, place: _Place) -> jax.Array:
     args = (array.shape, array.dtype, place.sharding)
     with _on_device(place):
         default = cast("Any", jax.config).jax_default_device
-        return _compile_weakener(*args, default)(array)
+        weak = _compile_weakener(*args, default)(array)
+    if place.sharding is None or weak.sharding == place.sharding:
+        return weak
+    return jax.device_put(weak, place.sharding)  # compiled results forget memory kinds
 
 
 def _wrap_key(data: jax.Array, target: Target, place: _Place) -> jax.Array:
