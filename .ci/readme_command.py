@@ -1,6 +1,6 @@
 """Print one of the README's two set-up commands, so that CI runs what it says.
 
-    python .ci/readme_command.py example|tests
+Usage: python .ci/readme_command.py example|tests
 """
 
 import re

@@ -14,14 +14,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import xxhash
 
 from ajaxckpt._dtypes import STORED_DTYPES, TAG_DTYPES, has_tag
 from ajaxckpt._errors import DamagedCheckpointError, NewerFormatError
-from ajaxckpt._layout import ARRAY_KINDS, TEXT_KINDS, LeafSpec
+from ajaxckpt._layout import ARRAY_KINDS, MAX_AXES, TEXT_KINDS, LeafSpec
 from ajaxckpt._metadata import Metadata, dump_json, read_metadata
 from ajaxckpt._names import is_canonical
 from ajaxckpt._scalars import Value, check_scalar
@@ -43,13 +43,16 @@ _PREFIX = re.compile(
 _HEX_RUN = re.compile(r"[0-9a-f]*")
 _META_KEY = '","ajaxckpt.meta":'
 _ENTRY = re.compile(
-    r':\{"dtype":"([A-Z0-9_]{2,16})","shape":\[([0-9,]*)\],'
-    r'"data_offsets":\[([0-9]{1,19}),([0-9]{1,19})\]\}'
+    r':\{"dtype":"([A-Z0-9_]{2,16})",'
+    r'"shape":\[((?:[0-9]{1,19}(?:,[0-9]{1,19}){0,64})?)\],'
+    r'"data_offsets":\[[0-9]{1,19},[0-9]{1,19}\]\}'
 )
-_MAX_ARRAY_BYTES, _MAX_AXES = 2**63 - 1, 64
+_MAX_ARRAY_BYTES = 2**63 - 1
 _NO_DIGEST = "0" * DIGEST_DIGITS
-# brackets a header may hold: 65,536, and one for every 32 bytes
-_FREE_BRACKETS, _BYTES_PER_BRACKET = 1 << 16, 32
+# what the metadata may hold, so that parsing it takes bounded memory: so many
+# characters of a kind, and one more for so many bytes of header
+_FREE_CHARACTERS = 1 << 16
+_STRUCTURE = (("[{", 64), (",:", 8))
 _META_KEYS = (
     "leaves",
     "checkpoint_id",
@@ -155,24 +158,25 @@ def _assemble(
     values: Mapping[str, Value],
     metadata: Metadata,
     tensors: Sequence[Tensor],
-) -> bytes:
-    """Encode the whole header with its own digest as zeros."""
+) -> tuple[bytes, str]:
+    """Encode the whole header with its own digest as zeros; return M beside it."""
     positions = {tensor.name: i for i, tensor in enumerate(tensors)}
     leaves = [
         _encode_leaf(name, spec, values, positions) for name, spec in layout.items()
     ]
+    meta = _encode_metadata(leaves, metadata)
     entries = "".join(
         "," + _encode_entry(tensor, layout[tensor.name]) for tensor in tensors
     )
     text = (
         f'{_OPENING.decode()}{FORMAT_VERSION}","ajaxckpt.digest":"{_NO_DIGEST}",'
         f'"ajaxckpt.leaves":"{"".join(tensor.digest for tensor in tensors)}{_META_KEY}'
-        f"{json.dumps(_encode_metadata(leaves, metadata))}}}{entries}}}"
+        f"{json.dumps(meta)}}}{entries}}}"
     )
     used = LENGTH_BYTES + len(text)
     blanks = -used % ALIGNMENT
     length = (len(text) + blanks).to_bytes(LENGTH_BYTES, "little")
-    return b"".join((length, text.encode("ascii"), b" " * blanks))
+    return b"".join((length, text.encode("ascii"), b" " * blanks)), meta
 
 
 def _digest_span(raw: bytes | bytearray) -> tuple[int, int]:
@@ -183,14 +187,16 @@ def _digest_span(raw: bytes | bytearray) -> tuple[int, int]:
     return match.span(2)
 
 
-def _check_limits(raw: bytes | bytearray) -> str:
+def _check_limits(nbytes: int, meta: str) -> str:
     """Return which limit of FORMAT.md a header breaks, empty if none."""
-    if len(raw) > MAX_HEADER_BYTES:
-        return f"the header has {len(raw)} bytes, the limit is {MAX_HEADER_BYTES}"
-    brackets = raw.count(b"[") + raw.count(b"{")
-    allowed = _FREE_BRACKETS + len(raw) // _BYTES_PER_BRACKET
-    if brackets > allowed:
-        return f"the header holds {brackets} brackets, the limit is {allowed}"
+    if nbytes > MAX_HEADER_BYTES:
+        return f"the header has {nbytes} bytes, the limit is {MAX_HEADER_BYTES}"
+    for characters, share in _STRUCTURE:
+        found = sum(map(meta.count, characters))
+        allowed = _FREE_CHARACTERS + nbytes // share
+        if found > allowed:
+            kinds = " and ".join(characters)
+            return f"the metadata holds {found} {kinds}, the limit is {allowed}"
     return ""
 
 
@@ -206,8 +212,8 @@ def draft_header(
         The bytes from the file's start to the payload, and which limit they
         break (empty if none).
     """
-    draft = bytearray(_assemble(layout, values, metadata, tensors))
-    return draft, _check_limits(draft)
+    draft, meta = _assemble(layout, values, metadata, tensors)
+    return bytearray(draft), _check_limits(len(draft), meta)
 
 
 def seal_header(draft: bytearray, digests: Sequence[str]) -> bytes:
@@ -226,6 +232,11 @@ def looks_like_ours(head: bytes) -> bool:
     The mark stands there more than once: no single damage hides it.
     """
     return _MARK in head[LENGTH_BYTES:HEAD_BYTES]
+
+
+def begins_like_ours(head: bytes) -> bool:
+    """Tell whether a file too short for the mark is the beginning of one of ours."""
+    return _OPENING.startswith(head[LENGTH_BYTES:])
 
 
 def is_ours(head: bytes) -> bool:
@@ -283,8 +294,6 @@ def parse_header(raw: bytes, file_size: int) -> Header:
             f"format version {version}, this release reads up to {FORMAT_VERSION}",
             hint="pip install --upgrade ajaxckpt",
         )
-    if problem := _check_limits(raw):
-        raise DamagedCheckpointError(problem)
     try:
         header = _read_header(raw, match.end())
     except _NOT_AS_WRITTEN as error:
@@ -323,21 +332,16 @@ def _read_header(raw: bytes, start: int) -> Header:
         raise ValueError("leaf digests")
     meta, position = json.JSONDecoder().raw_decode(text, run.end() + len(_META_KEY))
     entries = list(_read_entries(text, position + 1))
-    facts = json.loads(meta)
-    if tuple(facts) != _META_KEYS:
-        raise ValueError("metadata keys")
+    del text  # memory is bounded by FORMAT.md
+    facts = _read_facts(meta, len(raw))
     layout, values = _read_leaves(facts.pop("leaves"), entries)
+    digests = run[0]
     tensors = [
-        Tensor(
-            name=name,
-            begin=begin,
-            end=end,
-            digest=text[start + DIGEST_DIGITS * i : start + DIGEST_DIGITS * (i + 1)],
-        )
-        for i, (name, _, _, begin, end) in enumerate(entries)
+        replace(tensor, digest=digests[DIGEST_DIGITS * i : DIGEST_DIGITS * (i + 1)])
+        for i, tensor in enumerate(arrange_tensors(layout))
     ]
     metadata = read_metadata(facts)
-    _check_as_written(raw, start, _assemble(layout, values, metadata, tensors))
+    _check_as_written(raw, _assemble(layout, values, metadata, tensors)[0])
     return Header(
         layout=layout,
         values=values,
@@ -347,14 +351,25 @@ def _read_header(raw: bytes, start: int) -> Header:
     )
 
 
-def _check_as_written(raw: bytes, start: int, ours: bytes) -> None:
+def _read_facts(meta: object, nbytes: int) -> dict[str, Any]:
+    if type(meta) is not str or not meta.isascii():
+        raise ValueError("metadata")
+    if problem := _check_limits(nbytes, meta):
+        raise DamagedCheckpointError(problem)
+    facts = json.loads(meta)
+    if tuple(facts) != _META_KEYS:
+        raise ValueError("metadata keys")
+    return facts
+
+
+def _check_as_written(raw: bytes, ours: bytes) -> None:
     """Compare byte for byte, but for the header's own digest."""
     begin, end = _digest_span(ours)
     if ours[:begin] != raw[:begin] or ours[end:] != raw[end:]:
         raise ValueError("not canonical")
 
 
-_Entry = tuple[str, str, tuple[int, ...], int, int]
+_Entry = tuple[str, str, tuple[int, ...]]
 
 
 def _read_entries(text: str, position: int) -> Iterator[_Entry]:
@@ -365,7 +380,7 @@ def _read_entries(text: str, position: int) -> Iterator[_Entry]:
         if match is None:
             raise ValueError("tensor entry")
         shape = tuple(map(int, match[2].split(","))) if match[2] else ()
-        yield name, match[1], shape, int(match[3]), int(match[4])
+        yield name, match[1], shape
         position = match.end()
 
 
@@ -389,11 +404,16 @@ def _read_leaves(
 
 
 def _read_tensor_leaf(facts: dict[str, Any], entry: _Entry) -> tuple[str, LeafSpec]:
-    name, tag, shape, _, _ = entry
+    name, tag, shape = entry
     kind = facts.get("kind", "jax")
     if kind in TEXT_KINDS:
         return name, LeafSpec(kind=kind, length=shape[0])
-    dtype = facts.get("dtype", TAG_DTYPES[tag])
+    dtype = facts.get("dtype", TAG_DTYPES.get(tag, tag))
+    if dtype not in STORED_DTYPES:
+        raise DamagedCheckpointError(
+            f"{name}: the dtype {str(dtype)[:32]!r} is unknown to this release",
+            hint="pip install --upgrade ajaxckpt",
+        )
     words = shape[-1] if kind == "key" else 0
     trailing = len(STORED_DTYPES[dtype].trailing) + (kind == "key")
     spec = LeafSpec(
@@ -417,9 +437,13 @@ def _check_spec(spec: LeafSpec, shape: tuple[int, ...]) -> None:
         raise ValueError("kind")
     if type(spec.key_impl) is not str or type(spec.weak_type) is not bool:
         raise TypeError("leaf facts")
+    if spec.weak_type and spec.kind != "jax":
+        raise ValueError("weak type")
     if spec.kind == "numpy scalar" and spec.shape:
         raise ValueError("scalar")
+    if len(spec.payload_shape) > MAX_AXES:
+        raise ValueError("axes")
     # zeros aside: numpy refuses to build what would not fit an address space
     size = math.prod(axis or 1 for axis in shape) * STORED_DTYPES[spec.dtype].itemsize
-    if size > _MAX_ARRAY_BYTES or len(shape) > _MAX_AXES:
+    if size > _MAX_ARRAY_BYTES:
         raise ValueError("shape")

@@ -31,6 +31,7 @@ Problem = Literal["missing", "extra", "kind", "dtype", "shape", "key implementat
 
 ARRAY_KINDS = frozenset(("jax", "numpy", "numpy scalar"))
 NUMBER_KINDS = frozenset(("bool", "int", "float", "complex"))
+MAX_AXES = 64  # numpy's limit
 TEXT_KINDS = frozenset(("str", "bytes"))
 # what a Python number becomes when it meets the library without further words
 _DEFAULT_DTYPES = {

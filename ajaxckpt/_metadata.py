@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,11 +18,13 @@ from typing import Any, cast
 import numpy as np
 
 from ajaxckpt._errors import InvalidArgumentError
+from ajaxckpt._names import parse_pattern
 
 MAX_DEPTH = 64
 MAX_INT_BITS = 2048  # below the shortest digit limit that Python can be set to
 MAX_STEP = 2**63 - 1
-MAX_ID = 64
+_ID = re.compile("[!-~]{1,64}")
+_OTHER_IDS = ("run_id", "parent_id")
 # JSON has no words for these floats; an object of this one key stands for them
 _FLOAT_TAG = "__float__"
 
@@ -231,7 +234,22 @@ def _is_readable(value: Json, depth: int = 0) -> bool:
 
 
 def _is_id(value: object) -> bool:
-    return value is None or (type(value) is str and 0 < len(value) <= MAX_ID)
+    return type(value) is str and _ID.fullmatch(value) is not None
+
+
+def _are_versions(layouts: Mapping[str, object]) -> bool:
+    return all(type(item) is int and item >= 0 for item in layouts.values())
+
+
+def _is_provenance(facts: Mapping[str, object]) -> bool:
+    return all(item is None or type(item) in (str, bool) for item in facts.values())
+
+
+def _are_metrics(metrics: dict[str, Json]) -> bool:
+    numbers = (read_json(item) for item in metrics.values())
+    return set(metrics) != {_FLOAT_TAG} and all(
+        item is None or type(item) in (bool, int, float) for item in numbers
+    )
 
 
 def read_metadata(facts: Mapping[str, Any]) -> Metadata:
@@ -240,23 +258,27 @@ def read_metadata(facts: Mapping[str, Any]) -> Metadata:
     Raises:
         ValueError, TypeError, LookupError, AttributeError: not what a save writes.
     """
-    ids = (facts["checkpoint_id"], facts["run_id"], facts["parent_id"])
-    metrics, layouts = facts["metrics"], cast("dict[str, object]", facts["layouts"])
-    sound = (
-        all(map(_is_id, ids))
-        and ids[0] is not None
-        and (facts["step"] is None or type(facts["step"]) is int)
-        and plain_step(facts["step"]) == facts["step"]
-        and type(metrics) is dict
-        and plain_metrics(read_json(cast("Json", metrics))) == metrics
-        and (facts["config"] is None or type(facts["config"]) is dict)
-        and _is_readable(cast("Json", facts["config"]))
-        and type(layouts) is dict
-        and all(type(number) is int for number in layouts.values())
-        and type(facts["provenance"]) is dict
-        and _is_readable(cast("Json", facts["provenance"]))
+    config = cast("dict[str, Json] | None", facts["config"])
+    excluded = cast("list[str]", facts["excluded"])
+    objects = cast(
+        "tuple[Json, ...]",
+        (facts["metrics"], facts["layouts"], facts["provenance"], config or {}),
     )
-    excluded = facts["excluded"]
-    if not sound or any(type(item) is not str for item in excluded):
+    step = facts["step"]
+    sound = (
+        _is_id(facts["checkpoint_id"])
+        and all(facts[key] is None or _is_id(facts[key]) for key in _OTHER_IDS)
+        and (step is None or (type(step) is int and 0 <= step <= MAX_STEP))
+        and all(type(item) is dict for item in objects)
+        and all(map(_is_readable, objects))
+        and _are_metrics(facts["metrics"])
+        and set(config or ()) != {_FLOAT_TAG}
+        and _are_versions(facts["layouts"])
+        and _is_provenance(facts["provenance"])
+        and type(excluded) is list
+    )
+    if not sound:
         raise ValueError("metadata")
+    for pattern in excluded:
+        parse_pattern(pattern)
     return Metadata(**cast("Any", {**facts, "excluded": tuple(excluded)}))

@@ -384,7 +384,7 @@ class Pattern:
     """
 
     text: str
-    _regex: re.Pattern[str] = field(repr=False, compare=False)
+    _regex: re.Pattern[str] = field(repr=False)
 
     def matches(self, name: str) -> bool:
         """Tell whether the pattern selects the leaf of this (canonical) name.
@@ -463,7 +463,7 @@ def _translate(segments: Iterable[str]) -> str:
             blocks[-1].append(f"{_START}{_translate_segment(segment)}{_END}")
     first, *others = map("".join, blocks)
     skip = f"(?:{_START}{_ANY_SEGMENT})*?"
-    return first + "".join(f"(?>{skip}{block})" for block in others if block)
+    return first + "".join(f"(?>{skip}{block})" for block in others)
 
 
 def _translate_segment(segment: str) -> str:
@@ -531,8 +531,6 @@ def near_names(text: str, names: Iterable[str], limit: int = 3) -> list[str]:
     Only the neighbours of the text among names of about its depth, sorted from the
     front and from the back, are compared: a slip leaves one of the two ends intact.
     """
-    if len(text) > _EVERYDAY_LENGTH:
-        return []
     groups = _ancestors_by_depth(names)
     depth = len(_SEGMENT.findall(text))
     pool: set[str] = set()

@@ -78,12 +78,13 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
     """
     resolved = resolve_path(path)
     with (
-        error_context(resolved, "is not whole"),
+        error_context(resolved, "cannot verify"),
         Checkpoint(resolved) as checkpoint,
     ):
         if damaged := checkpoint.find_damage():
             raise DamagedCheckpointError(
                 f"{len(damaged)} of {len(checkpoint)} leaves are damaged",
+                act="is not whole",
                 path=checkpoint.path,
                 details=damaged,
                 hint=DAMAGED_HINT,

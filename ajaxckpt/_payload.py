@@ -102,14 +102,26 @@ def _gather_box(leaf: LeafData, box: Index) -> Array:
         if (meet := _intersect(box, part.index)) is not None:
             staged[meet[0]] = part.data[meet[1]]
     raw = as_bytes(staged)
-    if leaf.row.bits:
+    if leaf.row.name == "bool":  # numpy lets a view put any byte there
+        np.minimum(raw, 1, out=raw)
+    elif leaf.row.bits:
         raw &= (1 << leaf.row.bits) - 1
     return raw
+
+
+def holds_elements(raw: Array, row: StoredDtype) -> bool:
+    """Tell whether payload bytes are elements of the dtype, as this module writes."""
+    bits = 1 if row.name == "bool" else row.bits
+    return not bits or raw.size == 0 or int(raw.max()) < 1 << bits
 
 
 def _lies_as_stored(leaf: LeafData) -> bool:
     """Tell whether the leaf's own memory is its payload, and stays so."""
     if not leaf.frozen or len(leaf.parts) != 1 or leaf.row.bits:
+        return False
+    if leaf.row.name == "bool" and not holds_elements(
+        as_bytes(np.ascontiguousarray(leaf.parts[0].data)), leaf.row
+    ):
         return False
     data = leaf.parts[0].data
     return data.flags.c_contiguous and data.dtype == leaf.row.dtype

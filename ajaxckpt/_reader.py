@@ -29,6 +29,7 @@ from ajaxckpt._files import Buffer, open_file, read_into
 from ajaxckpt._format import (
     HEAD_BYTES,
     Tensor,
+    begins_like_ours,
     looks_like_ours,
     parse_header,
     read_length,
@@ -43,6 +44,7 @@ from ajaxckpt._payload import (
     Part,
     aligned_empty,
     as_bytes,
+    holds_elements,
     iter_boxes,
     scatter_box,
 )
@@ -65,7 +67,7 @@ def _check_is_ours(head: bytes, size: int) -> None:
         return
     if size == 0:
         raise DamagedCheckpointError("the file is empty")
-    if size < HEAD_BYTES:
+    if begins_like_ours(head):
         problem = f"truncated: {size} bytes, less than any checkpoint has"
         raise DamagedCheckpointError(problem)
     if not any(head[:8]):
@@ -277,6 +279,8 @@ class Checkpoint(Mapping[str, Any]):
             sizes = _chunk_sizes(tensor.end - tensor.begin)
             try:
                 deque(self._stream(tensor, sizes), maxlen=0)
+                if self._header.layout[tensor.name].kind == "str":
+                    self.read([tensor.name])
             except DamagedCheckpointError as error:
                 damaged += error.details or (error.problem,)
         return damaged
@@ -302,6 +306,7 @@ class Checkpoint(Mapping[str, Any]):
             raw = staging[:size]
             self._read_exactly([raw], position, tensor.name)
             hasher.update(raw.data)
+            self._check_elements(tensor, raw)
             yield raw
             position += size
         self._check(tensor, hasher.hexdigest())
@@ -326,9 +331,12 @@ class Checkpoint(Mapping[str, Any]):
         kind = self._header.layout[name].kind
         if array is None:
             return decode_scalar(kind, self._header.values[name])
-        if kind in TEXT_KINDS:
+        if kind not in TEXT_KINDS:
+            return array
+        try:
             return decode_text(kind, array.tobytes())
-        return array
+        except UnicodeDecodeError as error:
+            raise self._damaged(self._header.tensors[name]) from error
 
     def _read_exactly(self, buffers: Sequence[Buffer], begin: int, name: str) -> None:
         if not self._close.alive:
@@ -345,6 +353,7 @@ class Checkpoint(Mapping[str, Any]):
             self._read_exactly(flat, group[0].begin, group[0].name)
             for tensor, buffer in zip(group, flat, strict=True):
                 self._check(tensor, xxhash.xxh3_128_hexdigest(buffer.data))
+                self._check_elements(tensor, buffer)
             return
         tensor, hasher, start = group[0], xxhash.xxh3_128(), 0
         buffer = buffers[tensor.name]
@@ -353,6 +362,7 @@ class Checkpoint(Mapping[str, Any]):
             piece = buffer[start : start + size]
             self._read_exactly([piece], tensor.begin + start, tensor.name)
             hasher.update(piece.data)
+            self._check_elements(tensor, piece)
             start += size
         self._check(tensor, hasher.hexdigest())
 
@@ -361,13 +371,22 @@ class Checkpoint(Mapping[str, Any]):
         last = self._header.nbytes + tensor.end - 1
         return f"{tensor.name or repr('')}: bytes {first}-{last} are not those written"
 
+    def _damaged(self, tensor: Tensor) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            "the payload of a leaf is damaged",
+            details=(self._describe_damage(tensor),),
+            hint=DAMAGED_HINT,
+        )
+
     def _check(self, tensor: Tensor, digest: str) -> None:
         if digest != tensor.digest:
-            raise DamagedCheckpointError(
-                "the payload of a leaf is damaged",
-                details=(self._describe_damage(tensor),),
-                hint=DAMAGED_HINT,
-            )
+            raise self._damaged(tensor)
+
+    def _check_elements(self, tensor: Tensor, raw: Array) -> None:
+        """Refuse what a right digest may hide: bytes that are no such elements."""
+        spec = self._header.layout[tensor.name]
+        if not holds_elements(raw, STORED_DTYPES[spec.payload_dtype]):
+            raise self._damaged(tensor)
 
 
 def _chunk_sizes(nbytes: int) -> Iterator[int]:

@@ -68,12 +68,13 @@ def check_scalar(kind: str, text: object) -> Value:
         ValueError, TypeError, KeyError: it could not.
     """
     codec = _CODECS[kind]
-    value = codec.decode(text)
-    if type(text) not in (bool, str) or codec.encode(value) != text:
+    try:
+        again = codec.encode(codec.decode(text))
+    except struct.error as error:
+        raise ValueError(f"{kind} value") from error
+    if type(text) is not type(again) or text != again:
         raise ValueError(f"{kind} value")
-    if type(text) is not type(codec.encode(value)):
-        raise ValueError(f"{kind} value")
-    return codec.encode(value)
+    return again
 
 
 def encode_text(value: str | bytes) -> bytes:

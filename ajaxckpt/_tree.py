@@ -31,7 +31,7 @@ from jax.tree_util import (
 
 from ajaxckpt._dtypes import STORED_DTYPES, stored_dtype
 from ajaxckpt._errors import UnsupportedLeafError
-from ajaxckpt._layout import TEXT_KINDS, Kind, LeafSpec
+from ajaxckpt._layout import MAX_AXES, TEXT_KINDS, Kind, LeafSpec
 from ajaxckpt._names import UnnameableKeyError, format_key, join_segments
 from ajaxckpt._payload import LeafData, Part, whole_leaf
 from ajaxckpt._scalars import Value, encode_scalar, encode_text
@@ -161,13 +161,14 @@ def _describe_key(name: str, leaf: Any) -> LeafSpec:
         problem = f"{name}: a key of the unnamed implementation {leaf.dtype}"
         hint = "register the implementation under a name (jax.extend.random)"
         raise UnsupportedLeafError(problem, hint=hint)
-    return LeafSpec(
+    spec = LeafSpec(
         kind="key",
         dtype="uint32",
         shape=tuple(leaf.shape),
         key_impl=found[0],
         key_words=found[1],
     )
+    return _check_axes(name, spec)
 
 
 def _refuse(name: str, what: str, hint: str) -> UnsupportedLeafError:
@@ -191,7 +192,14 @@ def _describe_array(name: str, leaf: Any, kind: Kind) -> LeafSpec:
         )
     weak = kind == "jax" and bool(leaf.weak_type)
     shape = tuple(int(axis) for axis in leaf.shape)
-    return LeafSpec(kind=kind, dtype=row.name, shape=shape, weak_type=weak)
+    spec = LeafSpec(kind=kind, dtype=row.name, shape=shape, weak_type=weak)
+    return _check_axes(name, spec)
+
+
+def _check_axes(name: str, spec: LeafSpec) -> LeafSpec:
+    if (axes := len(spec.payload_shape)) > MAX_AXES:
+        raise _refuse(name, f"{axes} axes, more than {MAX_AXES}", "reshape it")
+    return spec
 
 
 def describe_leaf(name: str, leaf: Any) -> LeafSpec:

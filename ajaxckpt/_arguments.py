@@ -1,0 +1,117 @@
+"""The arguments of the command line, and its help.
+
+Knows argparse; knows nothing of checkpoints, so that ``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ajaxckpt import __version__
+from ajaxckpt._document import CONTRACT, SCHEMA
+
+_OVERVIEW = """\
+Look at checkpoints without jax, without a device, and without changing a file.
+
+exit status:
+  0  sound, or equal
+  1  a finding: damaged, missing, no checkpoint, different
+  2  usage: wrong arguments, or a pattern that selects nothing
+With several paths, a bad one does not stop the others.
+"""
+_INSPECT = """\
+Show what a checkpoint holds: its facts, and its leaves as a tree.
+
+Reads the header alone. Damage to the leaves does not show: see verify.
+"""
+_VERIFY = """\
+Read every byte and compare it with the digests in the file.
+
+One line per file on standard output; what is damaged, by name, on standard
+error. Of a directory, every *.safetensors file right in it is read. Files there
+that ajaxckpt did not write are listed as "not a checkpoint", which is a finding
+only for a file named on the command line. A directory without any checkpoint is
+a finding.
+"""
+_DIFF = """\
+Compare two checkpoints: leaf names and specs, and with --values every value.
+
+Leaves that only one has, and leaves whose dtype, shape or kind differs, are
+findings; with --values, so is every leaf that differs in any bit. Where an array
+lived (jax or numpy) is no difference. Another step, config, layout version or
+list of leaves left out is noted, and is no finding. Values are read only where
+the digests in the headers differ.
+"""
+_DIGEST = """\
+Print the digest of the state in each file, as ajaxckpt.state_digest gives it.
+
+Equal states have equal digests, whatever path, time, step or version. Reads the
+header alone. Damage to the leaves does not show: see verify.
+"""
+_SELECT_HELP = (
+    "only the leaves of this name or pattern and all below them, such as "
+    "'opt_state' or '**.kernel'; may be given several times"
+)
+_HEADING = """\
+--json, schema {schema}: one document for all paths. Of each key: where it stands,
+and its types. NaN and infinities are "NaN", "Infinity" and "-Infinity".
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; ``command`` holds the name of the command."""
+    parser = argparse.ArgumentParser(
+        prog="ajaxckpt",
+        description=_OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    inspect = _add_command(commands, "inspect", _INSPECT)
+    _add_paths(inspect, "a checkpoint")
+    _add_select(inspect)
+    depth = "show N levels of names; what lies deeper is summed up"
+    inspect.add_argument("--depth", metavar="N", type=_depth, default=64, help=depth)
+    _add_paths(_add_command(commands, "verify", _VERIFY), "a checkpoint or directory")
+    diff = _add_command(commands, "diff", _DIFF)
+    diff.add_argument("a", metavar="A", help="a checkpoint")
+    diff.add_argument("b", metavar="B", help="another checkpoint")
+    diff.add_argument("--values", action="store_true", help="compare values too")
+    _add_select(diff)
+    _add_paths(_add_command(commands, "digest", _DIGEST), "a checkpoint")
+    return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],  # pyright: ignore[reportPrivateUsage]
+    name: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    contract = CONTRACT[name].replace("\n", "\n  ").rstrip()
+    command = commands.add_parser(
+        name,
+        help=description.partition("\n")[0].rstrip("."),
+        description=description,
+        epilog=_HEADING.format(schema=SCHEMA) + contract,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, see below")
+    return command
+
+
+def _add_paths(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("paths", metavar="PATH", nargs="+", help=what)
+
+
+def _add_select(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--select", metavar="PATTERN", action="append", default=[], help=_SELECT_HELP
+    )
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of levels")
+    return int(text)

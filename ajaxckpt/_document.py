@@ -1,0 +1,123 @@
+"""The JSON documents of the command line: what they promise, and their encoding.
+
+``--json`` prints one document per call, however many paths it takes, and none where
+the call itself is wrong. Within a schema number keys are only ever added.
+``CONTRACT`` lists every key by its path from the top, ``[]`` for the items of a
+list, with the types it may have; ``object`` stands for data whose keys are the
+user's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, cast
+
+SCHEMA = 1
+
+_EVERY = """
+ajaxckpt.command                     str
+ajaxckpt.schema                      int
+errors[].path                        str
+errors[].status                      str
+errors[].message                     str
+"""
+_INSPECT = """
+files[].path                         str
+files[].checkpoint_id                str
+files[].run_id                       str | null
+files[].parent_id                    str | null
+files[].step                         int | null
+files[].metrics                      object
+files[].config                       object | null
+files[].excluded[]                   str
+files[].layouts                      object
+files[].provenance                   object
+files[].digest                       str
+files[].file_bytes                   int
+files[].payload_bytes                int
+files[].leaf_count                   int
+files[].leaves[].name                str
+files[].leaves[].spec                str
+files[].leaves[].kind                str
+files[].leaves[].dtype               str | null
+files[].leaves[].shape[]             int
+files[].leaves[].weak_type           bool
+files[].leaves[].key_impl            str | null
+files[].leaves[].bytes               int
+files[].leaves[].value               str | null
+files[].subtrees[].name              str
+files[].subtrees[].leaves            int
+files[].subtrees[].bytes             int
+"""
+_VERIFY = """
+files[].path                         str
+files[].status                       str
+files[].leaves                       int | null
+files[].bytes                        int | null
+files[].digest                       str | null
+"""
+_DIGEST = """
+files[].path                         str
+files[].digest                       str
+"""
+_DIFF = """
+comparison                           null
+comparison.a.path                    str
+comparison.a.checkpoint_id           str
+comparison.a.step                    int | null
+comparison.a.digest                  str
+comparison.b.path                    str
+comparison.b.checkpoint_id           str
+comparison.b.step                    int | null
+comparison.b.digest                  str
+comparison.equal                     bool
+comparison.values_compared           bool
+comparison.leaves                    int
+comparison.only_a[].name             str
+comparison.only_a[].spec             str
+comparison.only_b[].name             str
+comparison.only_b[].spec             str
+comparison.changed[].name            str
+comparison.changed[].a               str
+comparison.changed[].b               str
+comparison.unequal[]                 str
+comparison.values[].name             str
+comparison.values[].spec             str
+comparison.values[].elements         int
+comparison.values[].differing        int
+comparison.values[].largest          int | float | str | null
+comparison.values[].nans             int
+comparison.values[].index[]          int
+comparison.values[].a                str
+comparison.values[].b                str
+comparison.notes[].fact              str
+comparison.notes[].a                 str | null
+comparison.notes[].b                 str | null
+"""
+CONTRACT = {
+    "inspect": _EVERY + _INSPECT.lstrip(),
+    "verify": _EVERY + _VERIFY.lstrip(),
+    "diff": _EVERY + _DIFF.lstrip(),
+    "digest": _EVERY + _DIGEST.lstrip(),
+}
+
+
+def encode_document(
+    command: str, errors: list[dict[str, str]], body: dict[str, Any]
+) -> str:
+    """Write a document as JSON, in ASCII."""
+    head = {"ajaxckpt": {"command": command, "schema": SCHEMA}, "errors": errors}
+    return json.dumps(_name_floats({**head, **body}), indent=2, allow_nan=False)
+
+
+def _name_floats(value: object) -> object:
+    """Replace the floats that JSON has no words for by NaN, Infinity, -Infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        return {key: _name_floats(item) for key, item in items}
+    if isinstance(value, list):
+        return [_name_floats(item) for item in cast("list[object]", value)]
+    return value

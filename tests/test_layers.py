@@ -1,0 +1,167 @@
+"""Imports point down only, and light modules stay light: the architecture as a test."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ajaxckpt"
+# layer: modules; a module may import from lower layers, and from the rows above it
+# within its own
+LAYERS = [
+    ["_errors"],
+    ["_dtypes", "_names", "_patterns", "_layout"],
+    ["_scalars", "_metadata", "_payload", "_digest", "_provenance"],
+    ["_tree", "_format"],
+    ["_files", "_placement"],
+    ["_writer", "_reader"],
+    ["_opening", "_plan", "_checkpoint"],
+]
+CLI = ["_arguments", "_tables", "_document", "_inspection", "_comparison", "_reports"]
+JAX_MODULES = {"_tree", "_placement", "_plan", "_checkpoint"}
+DISK_CHANGERS = {"_files"}
+
+
+def internal_imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.startswith("ajaxckpt."):
+                yield node.module.removeprefix("ajaxckpt.")
+
+
+def runtime_imports(source: str) -> Iterator[str]:
+    """Yield top-level packages imported, but for typing's sake."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+
+
+def rank(module: str) -> tuple[int, int]:
+    for level, modules in enumerate([*LAYERS, [*CLI, "_cli"]]):
+        if module in modules:
+            return level, modules.index(module)
+    raise AssertionError(f"{module} stands in no layer")
+
+
+def find_violations(sources: dict[str, str]) -> list[str]:
+    found: list[str] = []
+    for module, source in sources.items():
+        for imported in internal_imports(source):
+            if imported != module and rank(imported) >= rank(module):
+                found.append(f"{module} imports {imported}")
+        packages = set(runtime_imports(source))
+        if packages & {"jax", "jaxlib"} and module not in JAX_MODULES:
+            found.append(f"{module} imports jax")
+        if packages & {"flax", "optax", "orbax", "chex", "rich"}:
+            found.append(f"{module} imports a library of agents")
+    return found
+
+
+def read_sources() -> dict[str, str]:
+    paths = (p for p in PACKAGE.glob("_*.py") if not p.stem.startswith("__"))
+    return {path.stem: path.read_text() for path in paths}
+
+
+def test_imports_point_down_only() -> None:
+    sources = read_sources()
+    assert set(sources) == {m for row in [*LAYERS, CLI, ["_cli"]] for m in row}
+    assert find_violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "violation"),
+    [
+        ("_names", "from ajaxckpt._files import Sink", "_names imports _files"),
+        ("_format", "import jax", "_format imports jax"),
+        ("_reader", "from jax import numpy", "_reader imports jax"),
+        ("_plan", "import optax", "_plan imports a library of agents"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, line: str, violation: str) -> None:
+    sources = read_sources()
+    sources[module] += f"\n{line}\n"
+    assert find_violations(sources) == [violation]
+
+
+def test_only_the_command_line_prints() -> None:
+    calls = {
+        module
+        for module, source in read_sources().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+    }
+    assert calls <= {"_cli"}
+
+
+def test_only_files_changes_the_disk() -> None:
+    changing = ("os.open", "os.replace", "os.rename", "os.unlink", "os.mkdir", "open")
+    changers = {
+        module
+        for module, source in read_sources().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in changing
+    }
+    assert changers == DISK_CHANGERS
+
+
+def test_nothing_on_a_read_path_runs_code() -> None:
+    forbidden = {"eval", "exec", "compile", "__import__", "import_module"}
+    for module, source in read_sources().items():
+        assert not {"pickle", "marshal", "shelve", "dill"} & set(
+            runtime_imports(source)
+        )
+        names = {
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call)
+        }
+        assert not forbidden & names, module
+
+
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "rich")
+LIGHT_IMPORTS = [
+    "import ajaxckpt",
+    "from ajaxckpt import open_checkpoint, verify_checkpoint, checkpoint_exists",
+    "import ajaxckpt._cli",
+]
+
+
+@pytest.mark.parametrize("statement", LIGHT_IMPORTS)
+def test_importing_loads_no_jax(statement: str) -> None:
+    code = f"{statement}\nimport sys\nprint([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_package_loads_nothing_at_all() -> None:
+    code = (
+        "import sys; before = set(sys.modules)\nimport ajaxckpt\n"
+        "print(sorted(m.split('.')[0] for m in set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "numpy" not in done.stdout
+
+
+def test_public_names_are_these() -> None:
+    import ajaxckpt
+
+    assert sorted(ajaxckpt.__all__) == ajaxckpt.__all__
+    for name in ajaxckpt.__all__:
+        public = getattr(ajaxckpt, name)
+        assert public.__doc__, name
+    assert dir(ajaxckpt) == ajaxckpt.__all__
+    with pytest.raises(AttributeError, match="no attribute 'save'"):
+        _ = ajaxckpt.save  # type: ignore[attr-defined]
