@@ -336,6 +336,8 @@ def _read_header(raw: bytes, start: int) -> Header:
     facts = _read_facts(meta, len(raw))
     layout, values = _read_leaves(facts.pop("leaves"), entries)
     digests = run[0]
+    if len(digests) != DIGEST_DIGITS * len(entries):
+        raise ValueError("leaf digests")
     tensors = [
         replace(tensor, digest=digests[DIGEST_DIGITS * i : DIGEST_DIGITS * (i + 1)])
         for i, tensor in enumerate(arrange_tensors(layout))

@@ -178,7 +178,7 @@ def find_problem(
     arrays = expected.kind in ARRAY_KINDS and found.kind in ARRAY_KINDS
     if not arrays and expected.kind != found.kind:
         return "kind"
-    if expected.key_impl != found.key_impl:
+    if expected.key_impl != found.key_impl or expected.key_words != found.key_words:
         return "key implementation"
     if arrays and not _same_dtype(expected, found):
         return "dtype"

@@ -252,6 +252,13 @@ def _are_metrics(metrics: dict[str, Json]) -> bool:
     )
 
 
+def _is_config(config: Json) -> bool:
+    if config is None:
+        return True
+    named = type(config) is dict and set(config) != {_FLOAT_TAG}
+    return named and _is_readable(config)
+
+
 def read_metadata(facts: Mapping[str, Any]) -> Metadata:
     """Return the metadata that a header holds, after checking each type.
 
@@ -262,7 +269,7 @@ def read_metadata(facts: Mapping[str, Any]) -> Metadata:
     excluded = cast("list[str]", facts["excluded"])
     objects = cast(
         "tuple[Json, ...]",
-        (facts["metrics"], facts["layouts"], facts["provenance"], config or {}),
+        (facts["metrics"], facts["layouts"], facts["provenance"]),
     )
     step = facts["step"]
     sound = (
@@ -272,7 +279,7 @@ def read_metadata(facts: Mapping[str, Any]) -> Metadata:
         and all(type(item) is dict for item in objects)
         and all(map(_is_readable, objects))
         and _are_metrics(facts["metrics"])
-        and set(config or ()) != {_FLOAT_TAG}
+        and _is_config(config)
         and _are_versions(facts["layouts"])
         and _is_provenance(facts["provenance"])
         and type(excluded) is list

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, cast
@@ -37,6 +38,8 @@ from ajaxckpt._layout import ARRAY_KINDS, LeafSpec
 from ajaxckpt._payload import Array, Part, aligned_empty, as_bytes
 from ajaxckpt._tree import find_member
 
+_LARGE_BYTES = 16 << 20
+
 
 class LeafSource(Protocol):
     """Hands out the checked bytes and values of leaves by name."""
@@ -47,6 +50,10 @@ class LeafSource(Protocol):
 
     def fill_parts(self, name: str, parts: Sequence[Part]) -> None:
         """Read one leaf into parts that cover it."""
+        ...
+
+    def iter_pieces(self, name: str) -> Iterator[Array]:
+        """Yield one leaf's elements in C order, each array overwritten by the next."""
         ...
 
     def read(self, names: Sequence[str]) -> Mapping[str, Any]:
@@ -254,6 +261,57 @@ def _weaken(array: jax.Array, place: _Place) -> jax.Array:
     return jax.device_put(weak, place.sharding)  # compiled results forget memory kinds
 
 
+@lru_cache(maxsize=64)
+def _compile_weak_fill(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, device: Any
+) -> tuple[Any, Any, Any]:
+    """Compile how a large weak array is filled in place: empty, write, finish."""
+    del device
+    size = math.prod(shape)
+    flat = jax.ShapeDtypeStruct((size,), dtype, weak_type=True, sharding=sharding)
+
+    def write(flat: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(flat, piece, (start,))
+
+    empty = jax.jit(lambda: jax.numpy.zeros((size,), dtype), out_shardings=sharding)
+    finish = jax.jit(lambda flat: flat.reshape(shape), donate_argnums=0)
+    return (
+        empty,
+        jax.jit(write, donate_argnums=0),
+        finish.lower(flat).compile(),
+    )
+
+
+def _is_large_weak(target: Target, place: _Place) -> bool:
+    """Tell whether a leaf is worth filling in place; it must lie in device memory."""
+    if not target.spec.weak_type or target.spec.nbytes <= _LARGE_BYTES:
+        return False
+    if place.sharding is None:
+        return True
+    (device,) = place.sharding.device_set
+    return place.sharding.memory_kind == device.default_memory().kind
+
+
+def _read_large_weak(target: Target, place: _Place, source: LeafSource) -> jax.Array:
+    """Read a weak array without ever holding it twice.
+
+    Weakening copies what JAX took over from the host, so the pieces are written into
+    an array that JAX owns, whose memory the weak one then takes over.
+    """
+    spec = target.spec
+    with _on_device(place):
+        default = cast("Any", jax.config).jax_default_device
+        empty, write, finish = _compile_weak_fill(
+            spec.shape, _storage_dtype(spec), place.sharding, default
+        )
+        flat, start = empty(), 0
+        for piece in source.iter_pieces(target.name):
+            # the next piece overwrites this one
+            flat = jax.block_until_ready(write(flat, piece, np.int64(start)))
+            start += piece.size
+        return finish(flat)
+
+
 def _wrap_key(data: jax.Array, target: Target, place: _Place) -> jax.Array:
     with _on_device(place):
         key = jax.random.wrap_key_data(data, impl=target.spec.key_impl)
@@ -272,6 +330,8 @@ def _restore_on_devices(
             place = _Place(device=place.device)
         if _is_multi_device(place) and place.sharding is not None:
             arrays[target.name] = _read_sharded(target, place.sharding, source)
+        elif _is_large_weak(target, place):
+            arrays[target.name] = _read_large_weak(target, place, source)
         else:
             shape, dtype = target.spec.payload_shape, _storage_dtype(target.spec)
             groups[place][target.name] = aligned_empty(shape, dtype)
@@ -283,7 +343,7 @@ def _restore_on_devices(
         name, spec = target.name, target.spec
         if spec.kind == "key":
             arrays[name] = _wrap_key(arrays[name], target, places[name])
-        elif spec.weak_type:
+        elif spec.weak_type and not arrays[name].weak_type:
             arrays[name] = _weaken(arrays[name], places[name])
     return jax.block_until_ready(arrays)
 

@@ -50,12 +50,12 @@ class Config:
 
     env_name: str = "Pendulum-v1"
     seeds: tuple[int, ...] = (0, 1)
-    total_timesteps: int = field(default=10_000, compare=False)
+    total_timesteps: int = field(default=8_000, compare=False)
     learning_starts: int = 500
     buffer_size: int = 20_000
-    batch_size: int = 128
+    batch_size: int = 64
     hidden_size: int = 64
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     gamma: float = 0.98
     tau: float = 0.01
 
