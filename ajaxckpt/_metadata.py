@@ -63,22 +63,32 @@ def dump_json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _scalar(value: object) -> object:
+def _refuse(argument: str, place: str, why: str, hint: str) -> InvalidArgumentError:
+    where = f"{argument}{place}"
+    return InvalidArgumentError(f"{where}: {why}", act="cannot save", hint=hint)
+
+
+def _read_array(value: object, argument: str, place: str) -> np.ndarray[Any, Any]:
+    """Bring an array to the host; keys, donated arrays and tracers have no values."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        hint = "pass plain numbers, read before the array was donated"
+        raise _refuse(argument, place, reason, hint) from error
+
+
+def _scalar(value: object, argument: str, place: str) -> object:
     """Turn a numpy or jax scalar into Python's; leave all else as it is."""
     if not hasattr(value, "dtype") or getattr(value, "shape", None) != ():
         return value
-    array = np.asarray(value)
+    array = _read_array(value, argument, place)
     if array.dtype.kind in "biu":
         return array.item()
     try:
         return float(array) if array.dtype.kind != "c" else value
     except (TypeError, ValueError):
         return value
-
-
-def _refuse(argument: str, place: str, why: str, hint: str) -> InvalidArgumentError:
-    where = f"{argument}{place}"
-    return InvalidArgumentError(f"{where}: {why}", act="cannot save", hint=hint)
 
 
 def _plain_number(value: int | float, argument: str, place: str) -> Json:
@@ -117,7 +127,7 @@ def plain_json(value: object, argument: str, place: str = "", depth: int = 0) ->
     if depth > MAX_DEPTH:
         why = f"nested deeper than {MAX_DEPTH} levels"
         raise _refuse(argument, place[:60], why, "pass a flatter value")
-    value = _scalar(value)
+    value = _scalar(value, argument, place)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -182,7 +192,7 @@ def plain_metrics(metrics: object) -> Mapping[str, Any]:
         why = f"a {name} is not a mapping"
         raise _refuse("metrics", "", why, 'pass metrics={"return": 1.0}')
     for key, item in cast("Mapping[object, object]", metrics).items():
-        number = _scalar(item)
+        number = _scalar(item, "metrics", f".{key}")
         if not (number is None or isinstance(number, int | float)):
             why = f"a {type(item).__name__} is not a single number"
             hint = "pass one number per name, such as float(value.mean())"
@@ -204,7 +214,7 @@ def plain_step(step: object) -> int | None:
         return None
     hint = "pass step=<int>, or an integer array of equal values"
     if hasattr(step, "dtype"):
-        values = np.asarray(step)
+        values = _read_array(step, "step", "")
         if values.dtype.kind not in "iu" or values.size == 0:
             why = f"{values.dtype}{list(values.shape)} holds no integer"
             raise _refuse("step", "", why, hint)

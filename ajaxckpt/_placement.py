@@ -116,6 +116,18 @@ def _committed_sharding(like: Any) -> Sharding | None:
     return like.sharding if isinstance(like, jax.Array) and like.committed else None
 
 
+def find_indivisible(like: Any, shape: tuple[int, ...]) -> str | None:
+    """Return why a leaf's sharding cannot cut a shape; None if it can."""
+    sharding = _committed_sharding(like)
+    if sharding is None or len(sharding.device_set) == 1:
+        return None
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return f"{sharding} does not divide {list(shape)} evenly"
+    return None
+
+
 def _common_place(skeleton: Iterable[Any]) -> _Place:
     """Return where a compiled step puts a result whose skeleton names no place.
 

@@ -20,11 +20,12 @@ from ajaxckpt._layout import (
     find_problem,
 )
 from ajaxckpt._names import parse_pattern, select_names
-from ajaxckpt._placement import Target, restore_leaves
+from ajaxckpt._placement import Target, find_indivisible, restore_leaves
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._tree import FlatState, find_member, function_name, unflatten_state
 
 Patterns = str | Iterable[str]
+_FEW_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,13 @@ def _find_lost_member(name: str, like: Any, member: Any) -> Mismatch | None:
     note = f"{type(like).__qualname__} has no member {member!r}"
     spec = LeafSpec(kind="enum")
     return Mismatch(name=name, problem="kind", expected=spec, found=spec, note=note)
+
+
+def _find_indivisible(name: str, like: Any, spec: LeafSpec) -> Mismatch | None:
+    """Refuse a shape that the skeleton's sharding cannot cut."""
+    if (problem := find_indivisible(like, spec.shape)) is None:
+        return None
+    return Mismatch(name=name, problem="shape", expected=spec, found=spec, note=problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +229,9 @@ def make_plan(
     functions = [pair for pair in names if file[pair[0]].kind == "function"]
     stored = checkpoint.read([full for _, full in (*enums, *functions)])
     lost = [_find_lost_member(n, flat.leaves[n], stored[full]) for n, full in enums]
-    mismatches = (*decisions.mismatches, *(item for item in lost if item is not None))
+    split = [_find_indivisible(n, flat.leaves[n], file[n]) for n in decisions.load]
+    found = (item for item in (*lost, *split) if item is not None)
+    mismatches = (*decisions.mismatches, *found)
     excluded = tuple(checkpoint.excluded)
     return RestorePlan(
         path=checkpoint.path,
@@ -263,11 +273,20 @@ def _note_excluded(item: Mismatch, subtree: str, excluded: Sequence[str]) -> Mis
     return item
 
 
+def _advise_keep(plan: RestorePlan, excluded: Sequence[str]) -> list[str]:
+    """Return patterns for ``keep`` that select what was left out, and select it here."""
+    names = [item.name for item in plan.mismatches]
+    if plan.subtree:  # patterns there are relative to it
+        return names if len(names) <= _FEW_NAMES else ["**"]
+    patterns = {text: parse_pattern(text) for text in excluded}
+    return [t for t, pattern in patterns.items() if any(map(pattern.matches, names))]
+
+
 def _hint(plan: RestorePlan, excluded: Sequence[str]) -> str:
     """Choose the one thing most likely to mend all mismatches."""
     mismatches = plan.mismatches
     if all(item.note.startswith("left out on purpose") for item in mismatches):
-        keep = ", ".join(repr(pattern) for pattern in excluded)
+        keep = ", ".join(map(repr, _advise_keep(plan, excluded)))
         return f"pass keep=({keep},) to take those leaves from the skeleton"
     if axis := extra_leading_axis(mismatches):
         more, size = ("file", axis) if axis > 0 else ("skeleton", -axis)

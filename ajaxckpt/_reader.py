@@ -242,7 +242,8 @@ class Checkpoint(Mapping[str, Any]):
                 raise KeyError(f"{self.path}: no leaf {name!r}; near names: {near}")
         arrays = {n: self._allocate(n) for n in names if n in self._header.tensors}
         self.fill({name: as_bytes(array) for name, array in arrays.items()})
-        return {name: self._host_value(name, arrays.get(name)) for name in names}
+        with error_context(self.path, "cannot read"):
+            return {name: self._host_value(name, arrays.get(name)) for name in names}
 
     def fill(self, buffers: Mapping[str, Array]) -> None:
         """Read leaves into flat uint8 buffers of their size, and check them."""
