@@ -274,7 +274,7 @@ def _note_excluded(item: Mismatch, subtree: str, excluded: Sequence[str]) -> Mis
 
 
 def _advise_keep(plan: RestorePlan, excluded: Sequence[str]) -> list[str]:
-    """Return patterns for ``keep`` that select what was left out, and select it here."""
+    """Return patterns for ``keep`` that select here what was left out."""
     names = [item.name for item in plan.mismatches]
     if plan.subtree:  # patterns there are relative to it
         return names if len(names) <= _FEW_NAMES else ["**"]
