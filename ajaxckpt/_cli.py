@@ -19,7 +19,7 @@ from ajaxckpt._arguments import build_parser
 from ajaxckpt._commands import COMMANDS
 from ajaxckpt._document import encode_document
 from ajaxckpt._errors import CheckpointError, InvalidArgumentError
-from ajaxckpt._names import parse_pattern
+from ajaxckpt._patterns import parse_pattern
 from ajaxckpt._tables import escape
 
 _SOUND, _FINDING, _USAGE = 0, 1, 2

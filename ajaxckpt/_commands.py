@@ -25,7 +25,7 @@ from ajaxckpt._errors import (
     NotACheckpointError,
     error_context,
 )
-from ajaxckpt._names import select_names
+from ajaxckpt._patterns import select_names
 from ajaxckpt._tables import escape
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from ajaxckpt._errors import InvalidArgumentError
-from ajaxckpt._names import parse_pattern
+from ajaxckpt._patterns import parse_pattern
 
 MAX_DEPTH = 64
 MAX_INT_BITS = 2048  # below the shortest digit limit that Python can be set to

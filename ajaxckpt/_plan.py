@@ -19,7 +19,7 @@ from ajaxckpt._layout import (
     extra_leading_axis,
     find_problem,
 )
-from ajaxckpt._names import parse_pattern, select_names
+from ajaxckpt._patterns import parse_pattern, select_names
 from ajaxckpt._placement import Target, find_indivisible, restore_leaves
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._tree import FlatState, find_member, function_name, unflatten_state

@@ -36,7 +36,7 @@ from ajaxckpt._format import (
 )
 from ajaxckpt._layout import TEXT_KINDS, Layout
 from ajaxckpt._metadata import Json, read_json
-from ajaxckpt._names import near_names
+from ajaxckpt._patterns import near_names
 from ajaxckpt._payload import (
     CHUNK_BYTES,
     Array,

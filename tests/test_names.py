@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._names import (
-    Pattern,
     UnnameableKeyError,
     format_key,
     is_canonical,
     join_segments,
+    relative_name,
+    split_name,
+)
+from ajaxckpt._patterns import (
+    Pattern,
     near_names,
     parse_pattern,
-    relative_name,
     select_names,
-    split_name,
     top_level,
 )
 
