@@ -24,10 +24,10 @@ from ajaxckpt._errors import (
     UnsupportedLeafError,
     error_context,
 )
-from ajaxckpt._files import resolve_path
 from ajaxckpt._layout import Layout, LeafSpec
 from ajaxckpt._metadata import Metadata, plain_config, plain_metrics, plain_step
 from ajaxckpt._names import relative_name, split_name
+from ajaxckpt._paths import resolve_path
 from ajaxckpt._patterns import select_names, top_level
 from ajaxckpt._placement import is_traced
 from ajaxckpt._plan import Patterns, RestorePlan, make_plan

@@ -1,7 +1,7 @@
-"""Where the disk is touched: temp, write, fsync, rename, fsync of the directory.
+"""Where the disk is changed: temp, write, fsync, rename, fsync of the directory.
 
-The only module that changes files. Knows paths and bytes; knows nothing of what
-the bytes mean. An ``OSError`` passes through untouched.
+The only module that does. Knows paths and bytes; knows nothing of what the bytes
+mean. An ``OSError`` passes through untouched.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator
 
-from ajaxckpt._errors import (
-    CheckpointNotFoundError,
-    InvalidArgumentError,
-    NotACheckpointError,
+from ajaxckpt._errors import CheckpointNotFoundError, NotACheckpointError
+from ajaxckpt._paths import (
+    BUFFERS_PER_CALL,
+    OPEN_FLAGS,
+    Buffer,
+    drop_bytes,
+    is_missing,
+    open_file,
+    read_into,
 )
 
 try:
@@ -28,147 +31,18 @@ try:
 except ImportError:  # Windows: temps are neither locked nor swept there
     fcntl = None
 
-_GATHER_BYTES, _GATHER_BUFFERS = 1 << 20, 512
+_GATHER_BYTES = 1 << 20
 _TEMP_NAME = re.compile(r"\.ajaxckpt-[0-9a-f]{16}\.tmp")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a FIFO must not block the open
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _SHARING_RETRIES = 5
 # what a file system answers that knows no such operation
 _UNKNOWN_OPERATION = (errno.EINVAL, errno.ENOTSUP)
-_seek_lock = threading.Lock()
-
-Buffer = Any  # memoryview, bytes or a flat uint8 array
-
-
-def resolve_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path a call means, resolved once.
-
-    ``~`` is the user's home; a relative path is below the current directory.
-
-    Raises:
-        InvalidArgumentError: no local path of a file.
-    """
-    text = os.fsdecode(path)
-    if _URL.match(text):
-        hint = "pass a path on a local file system"
-        raise InvalidArgumentError(f"{text!r} is a URL, not a local path", hint=hint)
-    if not text or "\0" in text or text.endswith((os.sep, os.altsep or os.sep)):
-        hint = "pass the path of a file, such as runs/latest.safetensors"
-        raise InvalidArgumentError(f"{text!r} is not the path of a file", hint=hint)
-    return os.path.abspath(os.path.expanduser(text))
-
-
-def describe_file_type(mode: int) -> str:
-    """Name what a path holds that is no regular file; empty for one that is."""
-    names = {
-        stat.S_IFDIR: "a directory",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return names.get(stat.S_IFMT(mode), "")
-
-
-def _refuse_other_types(path: str, mode: int) -> None:
-    if kind := describe_file_type(mode):
-        hint = "pass the path of a file"
-        raise NotACheckpointError(f"is {kind}", path=path, hint=hint)
-
-
-def _not_found(path: str) -> CheckpointNotFoundError:
-    parent = os.path.dirname(path)
-    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
-        parent = os.path.dirname(parent)
-    link = os.path.islink(path)
-    problem = (
-        f"the symbolic link points to {os.path.realpath(path)}, where nothing is"
-        if link
-        else f"no such file; the nearest directory that exists is {parent}"
-    )
-    hint = "check the path, or ask checkpoint_exists(path) first"
-    return CheckpointNotFoundError(problem, path=path, hint=hint)
-
-
-def open_file(path: str) -> tuple[int, int]:
-    """Open a regular file for reading.
-
-    Returns:
-        The descriptor, and the file's size in bytes.
-
-    Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        NotACheckpointError: a directory, FIFO, socket or device is.
-    """
-    try:
-        # asked first: opening a socket fails, and opening a device may act on it
-        _refuse_other_types(path, os.stat(path).st_mode)
-        fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS | _NO_WAIT)
-    except FileNotFoundError:
-        raise _not_found(path) from None
-    try:
-        status = os.fstat(fd)
-        _refuse_other_types(path, status.st_mode)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, status.st_size
-
-
-def is_missing(path: str) -> bool:
-    """Tell whether nothing at all is at the path, a dangling link included."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def read_into(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """Fill buffers one after the other from a place in the file.
-
-    Returns:
-        The bytes read: fewer than asked for only at the end of the file.
-    """
-    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    total = 0
-    while views:
-        done = _read_some(fd, views[:_GATHER_BUFFERS], offset + total)
-        if done == 0:
-            break
-        total += done
-        views = _drop(views, done)
-    return total
-
-
-def _read_some(fd: int, views: list[memoryview], offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, views, offset)
-    with _seek_lock:  # Windows has no positioned read
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, len(views[0]))
-    views[0][: len(data)] = data
-    return len(data)
 
 
 def _write_some(fd: int, views: list[memoryview]) -> int:
     if hasattr(os, "writev"):
         return os.writev(fd, views)
     return os.write(fd, views[0])
-
-
-def _drop(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of buffers once the first ``done`` bytes are through."""
-    first = 0
-    while first < len(views) and done >= len(views[first]):
-        done -= len(views[first])
-        first += 1
-    rest = views[first:]
-    if done:
-        rest[0] = rest[0][done:]
-    return rest
 
 
 class Sink:
@@ -192,7 +66,7 @@ class Sink:
         view = memoryview(buffer).cast("B")
         self._pending.append(view)
         self._pending_bytes += len(view)
-        full = len(self._pending) >= _GATHER_BUFFERS
+        full = len(self._pending) >= BUFFERS_PER_CALL
         if full or self._pending_bytes >= _GATHER_BYTES:
             self.flush()
 
@@ -200,7 +74,7 @@ class Sink:
         """Hand all gathered buffers to the operating system."""
         views = [view for view in self._pending if len(view)]
         while views:
-            views = _drop(views, _write_some(self._fd, views))
+            views = drop_bytes(views, _write_some(self._fd, views))
         self._pending, self._pending_bytes = [], 0
 
     def write_head(self, head: bytes) -> None:
@@ -233,7 +107,7 @@ def _ignoring_unknown_operation() -> Generator[None]:
 def _sync_directory(directory: str) -> None:
     if os.name == "nt":  # a directory cannot be opened there
         return
-    fd = os.open(directory, os.O_RDONLY | _OPEN_FLAGS)
+    fd = os.open(directory, os.O_RDONLY | OPEN_FLAGS)
     try:
         with _ignoring_unknown_operation():  # some network file systems
             os.fsync(fd)
@@ -283,9 +157,9 @@ def _sweep_temps(directory: str) -> None:
 
 def _open_temp(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | _OPEN_FLAGS | _NO_FOLLOW)
+        return os.open(path, os.O_RDWR | OPEN_FLAGS | _NO_FOLLOW)
     except PermissionError:  # it was to replace a file that may not be written
-        return os.open(path, os.O_RDONLY | _OPEN_FLAGS | _NO_FOLLOW)
+        return os.open(path, os.O_RDONLY | OPEN_FLAGS | _NO_FOLLOW)
 
 
 def _discard(path: str) -> None:
@@ -303,7 +177,7 @@ def _create_temp(directory: str) -> tuple[str, int]:
     while True:
         name = f".ajaxckpt-{secrets.token_hex(8)}.tmp"
         path = os.path.join(directory, name)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         fd = os.open(path, flags, 0o666)
         try:
             if _lock(fd, wait=True) and os.fstat(fd).st_nlink:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ajaxckpt._errors import DamagedCheckpointError, error_context
-from ajaxckpt._files import is_missing, resolve_path
+from ajaxckpt._paths import is_missing, resolve_path
 from ajaxckpt._reader import DAMAGED_HINT, Checkpoint
 
 

@@ -1,6 +1,6 @@
 """A checkpoint opened for reading: lazy, read-only, every byte it hands out checked.
 
-Joins ``_format``, ``_payload`` and ``_files``; knows nothing of jax or pytrees.
+Joins ``_format``, ``_payload`` and ``_paths``; knows nothing of jax or pytrees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ajaxckpt._errors import (
     NotACheckpointError,
     error_context,
 )
-from ajaxckpt._files import Buffer, open_file, read_into
 from ajaxckpt._format import (
     HEAD_BYTES,
     Tensor,
@@ -36,6 +35,7 @@ from ajaxckpt._format import (
 )
 from ajaxckpt._layout import TEXT_KINDS, Layout
 from ajaxckpt._metadata import Json, read_json
+from ajaxckpt._paths import Buffer, open_file, read_into
 from ajaxckpt._patterns import near_names
 from ajaxckpt._payload import (
     CHUNK_BYTES,

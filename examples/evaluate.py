@@ -27,12 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with open_checkpoint(args.path) as checkpoint:
         config, step = config_from(checkpoint.config), checkpoint.step
-    # Shapes and types are all that a skeleton must have: nothing is computed here.
-    skeleton = jax.eval_shape(lambda: init_agent(config))
-    actor_params = restore_into(
-        skeleton.actor.params, args.path, subtree="actor.params"
-    )
-    normaliser = restore_into(skeleton.normaliser, args.path, subtree="normaliser")
+        # Shapes and types are all that a skeleton must have: nothing is computed here.
+        skeleton = jax.eval_shape(lambda: init_agent(config))
+        # Both from the one open file, even if training replaces it meanwhile.
+        actor_params = restore_into(
+            skeleton.actor.params, checkpoint, subtree="actor.params"
+        )
+        normaliser = restore_into(skeleton.normaliser, checkpoint, subtree="normaliser")
 
     returns = evaluate(config, actor_params, normaliser, args.episodes, args.seed)
     print(f"{config.env_name}, seeds {list(config.seeds)}, step {step}")

@@ -1,4 +1,4 @@
-"""Stand-ins for ``os`` and ``fcntl`` in ``ajaxckpt._files``: the seam of the tests.
+"""Stand-ins for ``os`` and ``fcntl`` in the file layer: the seam of the tests.
 
 Every call that can touch the disk is counted, and the one that a test names fails,
 kills the process (as far as the disk can tell), or does half of its work. A module
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ajaxckpt import _files
+from ajaxckpt import _files, _paths
 
 _OPENERS = {"open", "dup"}
 _CALLS = _OPENERS | {
@@ -108,6 +108,7 @@ class FakeFcntl:
 def install(patch: pytest.MonkeyPatch, fake: FakeOs) -> FakeOs:
     """Put a fake in the place of ``os`` and ``fcntl``."""
     patch.setattr(_files, "os", fake)
+    patch.setattr(_paths, "os", fake)
     patch.setattr(_files, "fcntl", FakeFcntl(fake))
     return fake
 

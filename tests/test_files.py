@@ -27,6 +27,7 @@ from ajaxckpt import (
     InvalidArgumentError,
     NotACheckpointError,
     _files,
+    _paths,
     checkpoint_exists,
     open_checkpoint,
     restore_into,
@@ -571,6 +572,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str, **attributes: Any) -> 
     fake = FakeOs(**attributes)
     fake.missing = set(names)
     monkeypatch.setattr(_files, "os", fake)
+    monkeypatch.setattr(_paths, "os", fake)
     monkeypatch.setattr(_files, "fcntl", None)
     return fake
 
@@ -638,6 +640,7 @@ class Windows(FakeOs):
 def windows(monkeypatch: pytest.MonkeyPatch) -> Windows:
     fake = Windows()
     monkeypatch.setattr(_files, "os", fake)
+    monkeypatch.setattr(_paths, "os", fake)
     monkeypatch.setattr(_files, "fcntl", None)
     waits: list[float] = []
     monkeypatch.setattr(_files.time, "sleep", waits.append)
