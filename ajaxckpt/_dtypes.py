@@ -60,6 +60,8 @@ _TAGGED = {
 }
 # safetensors has no word for these; one byte each
 _UNTAGGED = ("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz")
+# nor for these, of several bytes: one more axis of bytes
+_BYTES_OF_EACH = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
 # less than a byte each: stored one to a byte, the bits above them zero
 _SUB_BYTE = {
     "int1": 1,
@@ -98,15 +100,16 @@ def _build_table() -> dict[str, StoredDtype]:
         StoredDtype(name=name, tag="U8", itemsize=1, bits=bits, dtype=_find_dtype(name))
         for name, bits in _SUB_BYTE.items()
     ]
-    rows.append(
+    rows += [
         StoredDtype(
-            name="complex128",
+            name=name,
             tag="U8",
-            itemsize=16,
-            trailing=(16,),
-            dtype=np.dtype("<c16"),
+            itemsize=size,
+            trailing=(size,),
+            dtype=_find_dtype(name),
         )
-    )
+        for name, size in _BYTES_OF_EACH.items()
+    ]
     return {row.name: row for row in rows}
 
 
