@@ -19,28 +19,24 @@ from typing import Any, TypeVar
 
 import jax
 
+from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
     InvalidArgumentError,
     UnsupportedLeafError,
     error_context,
 )
 from ajaxckpt._layout import Layout, LeafSpec
-from ajaxckpt._metadata import Metadata, plain_config, plain_metrics, plain_step
+from ajaxckpt._leaves import describe_leaf, find_unsavable, leaf_data, scalar_value
+from ajaxckpt._metadata import Metadata
 from ajaxckpt._names import relative_name, split_name
 from ajaxckpt._paths import resolve_path
 from ajaxckpt._patterns import select_names, top_level
 from ajaxckpt._placement import is_traced
-from ajaxckpt._plan import Patterns, RestorePlan, make_plan
+from ajaxckpt._plain import plain_config, plain_metrics, plain_step
+from ajaxckpt._plan import RestorePlan, make_plan
 from ajaxckpt._provenance import gather_provenance
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._tree import (
-    FlatState,
-    describe_leaf,
-    find_unsavable,
-    flatten_state,
-    leaf_data,
-    scalar_value,
-)
+from ajaxckpt._tree import FlatState, flatten_state
 from ajaxckpt._writer import CheckpointRecord, StateData, digest_data, write_checkpoint
 
 State = TypeVar("State")

@@ -34,7 +34,6 @@ from ajaxckpt._format import (
     read_length,
 )
 from ajaxckpt._layout import TEXT_KINDS, Layout
-from ajaxckpt._metadata import Json, read_json
 from ajaxckpt._paths import Buffer, open_file, read_into
 from ajaxckpt._patterns import near_names
 from ajaxckpt._payload import (
@@ -48,6 +47,7 @@ from ajaxckpt._payload import (
     iter_boxes,
     scatter_box,
 )
+from ajaxckpt._plain import Json, read_json
 from ajaxckpt._scalars import decode_scalar, decode_text
 
 DAMAGED_HINT = (
