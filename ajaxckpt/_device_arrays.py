@@ -11,6 +11,7 @@ Knows jax; knows nothing of trees, headers or files.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,6 +33,8 @@ from ajaxckpt._places import (
 )
 
 _LARGE_BYTES = 16 << 20
+# XLA rounds narrower floats through float32 while it copies, and loses NaN bits
+_COPIED_EXACTLY = re.compile(r"bool|u?int(8|16|32|64)|float(32|64)|complex(64|128)")
 
 
 def _shard_buffers(
@@ -133,7 +136,10 @@ def _compile_weak_fill(
 
 def is_large_weak(target: Target, place: Place) -> bool:
     """Tell whether a leaf is worth filling in place; it must lie in device memory."""
-    if not target.spec.weak_type or target.spec.nbytes <= _LARGE_BYTES:
+    spec = target.spec
+    if not spec.weak_type or spec.nbytes <= _LARGE_BYTES:
+        return False
+    if not _COPIED_EXACTLY.fullmatch(spec.dtype):
         return False
     if place.sharding is None:
         return True

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 
 from ajaxckpt._errors import DamagedCheckpointError, error_context
+from ajaxckpt._leaf_file import DAMAGED_HINT
 from ajaxckpt._paths import is_missing, resolve_path
-from ajaxckpt._reader import DAMAGED_HINT, Checkpoint
+from ajaxckpt._reader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
         error_context(resolved, "cannot verify"),
         Checkpoint(resolved) as checkpoint,
     ):
-        if damaged := checkpoint.find_damage():
+        if damaged := checkpoint.file.find_damage():
             raise DamagedCheckpointError(
                 f"{len(damaged)} of {len(checkpoint)} leaves are damaged",
                 act="is not whole",

@@ -33,11 +33,15 @@ def _find_lost_member(name: str, like: Any, member: Any) -> Mismatch | None:
     return Mismatch(name=name, problem="kind", expected=spec, found=spec, note=note)
 
 
-def _find_indivisible(name: str, like: Any, spec: LeafSpec) -> Mismatch | None:
+def _find_indivisible(
+    name: str, like: Any, expected: LeafSpec, found: LeafSpec
+) -> Mismatch | None:
     """Refuse a shape that the skeleton's sharding cannot cut."""
-    if (problem := find_indivisible(like, spec.shape)) is None:
+    if (note := find_indivisible(like, found.shape)) is None:
         return None
-    return Mismatch(name=name, problem="shape", expected=spec, found=spec, note=problem)
+    return Mismatch(
+        name=name, problem="shape", expected=expected, found=found, note=note
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,7 @@ class RestorePlan:
             for name in self.load
         ]
         skeleton = self._skeleton.leaves.values()
-        restored = restore_leaves(targets, self._checkpoint, skeleton)
+        restored = restore_leaves(targets, self._checkpoint.file, skeleton)
         leaves = dict(self._skeleton.leaves)
         for name in self.load:
             leaves[name] = restored[file_name(self.subtree, name)]
@@ -144,7 +148,10 @@ def make_plan(
     functions = [pair for pair in names if file[pair[0]].kind == "function"]
     stored = checkpoint.read([full for _, full in (*enums, *functions)])
     lost = [_find_lost_member(n, flat.leaves[n], stored[full]) for n, full in enums]
-    split = [_find_indivisible(n, flat.leaves[n], file[n]) for n in decisions.load]
+    split = [
+        _find_indivisible(name, flat.leaves[name], skeleton[name], file[name])
+        for name in decisions.load
+    ]
     found = (item for item in (*lost, *split) if item is not None)
     mismatches = (*decisions.mismatches, *found)
     excluded = tuple(checkpoint.excluded)

@@ -1,81 +1,19 @@
-"""A checkpoint opened for reading: lazy, read-only, every byte it hands out checked.
+"""A checkpoint opened for reading: what it says, and its leaves by name.
 
-Joins ``_format``, ``_payload`` and ``_paths``; knows nothing of jax or pytrees.
+The lazy, read-only face of a ``LeafFile``; knows nothing of jax or pytrees.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from ajaxckpt._digest import digest_state
-from ajaxckpt._dtypes import STORED_DTYPES
-from ajaxckpt._errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    InvalidArgumentError,
-    NotACheckpointError,
-    error_context,
-)
-from ajaxckpt._format import (
-    HEAD_BYTES,
-    Tensor,
-    begins_like_ours,
-    looks_like_ours,
-    parse_header,
-    read_length,
-)
-from ajaxckpt._layout import TEXT_KINDS, Layout
-from ajaxckpt._paths import Buffer, open_file, read_into
-from ajaxckpt._patterns import near_names
-from ajaxckpt._payload import (
-    CHUNK_BYTES,
-    Array,
-    Index,
-    Part,
-    aligned_empty,
-    as_bytes,
-    holds_elements,
-    iter_boxes,
-    scatter_box,
-)
+from ajaxckpt._layout import Layout
+from ajaxckpt._leaf_file import LeafFile
+from ajaxckpt._payload import Array
 from ajaxckpt._plain import Json, read_json
-from ajaxckpt._scalars import decode_scalar, decode_text
-
-DAMAGED_HINT = (
-    "restore another checkpoint, or copy this one again from where it is whole"
-)
-
-
-def _read_head(fd: int, size: int, nbytes: int) -> bytes:
-    head = bytearray(min(size, nbytes))
-    done = read_into(fd, [head], 0)
-    return bytes(head[:done])
-
-
-def _check_is_ours(head: bytes, size: int) -> None:
-    """Tell a damaged checkpoint from a file that never was one."""
-    if looks_like_ours(head):
-        return
-    if size == 0:
-        raise DamagedCheckpointError("the file is empty")
-    if begins_like_ours(head):
-        problem = f"truncated: {size} bytes, less than any checkpoint has"
-        raise DamagedCheckpointError(problem)
-    if not any(head[:8]):
-        raise DamagedCheckpointError("begins with zeros: an unfinished write")
-    raise NotACheckpointError(
-        "ajaxckpt did not write this file",
-        hint="pass the path of a file written by save_checkpoint",
-    )
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -89,6 +27,11 @@ class Checkpoint(Mapping[str, Any]):
 
     The file stays open, and the same, even if it is replaced meanwhile; close it
     with ``close()`` or a ``with`` block.
+
+    Attributes:
+        path: the file, absolute.
+        nbytes: bytes of the whole file.
+        file: the open file below, from which restoring and verifying read.
 
     >>> with open_checkpoint("run/latest.safetensors") as ckpt:  # doctest: +SKIP
     ...     ckpt.step, ckpt["actor.params.Dense_0.kernel"].shape
@@ -104,22 +47,10 @@ class Checkpoint(Mapping[str, Any]):
             DamagedCheckpointError: the header is not as it was written.
             NewerFormatError: a newer release wrote it.
         """
+        self.file = LeafFile(path)
+        self._header = self.file.header
         self.path = path
-        self._fd, size = open_file(path)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        try:
-            head = _read_head(self._fd, size, HEAD_BYTES)
-            _check_is_ours(head, size)
-            raw = _read_head(self._fd, size, read_length(head, size))
-            self._header = parse_header(raw, size)
-        except BaseException as error:
-            self._close()
-            if isinstance(error, CheckpointError):
-                error.path = path
-            if isinstance(error, DamagedCheckpointError):
-                error.hint = error.hint or DAMAGED_HINT
-            raise
-        self.nbytes = size
+        self.nbytes = self.file.nbytes
 
     def __getitem__(self, name: str) -> Any:
         """Read one leaf."""
@@ -162,7 +93,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def close(self) -> None:
         """Close the file; what the header says stays readable."""
-        self._close()
+        self.file.close()
 
     @property
     def layout(self) -> Layout:
@@ -236,173 +167,18 @@ class Checkpoint(Mapping[str, Any]):
             DamagedCheckpointError: a leaf's bytes are not those written.
             KeyError: the file has no such leaf.
         """
-        for name in names:
-            if name not in self._header.layout:
-                near = ", ".join(near_names(name, list(self))) or "none"
-                raise KeyError(f"{self.path}: no leaf {name!r}; near names: {near}")
-        arrays = {n: self._allocate(n) for n in names if n in self._header.tensors}
-        self.fill({name: as_bytes(array) for name, array in arrays.items()})
-        with error_context(self.path, "cannot read"):
-            return {name: self._host_value(name, arrays.get(name)) for name in names}
-
-    def fill(self, buffers: Mapping[str, Array]) -> None:
-        """Read leaves into flat uint8 buffers of their size, and check them."""
-        header = self._header
-        with error_context(self.path, "cannot read"):
-            for group in _group_tensors([header.tensors[name] for name in buffers]):
-                self._fill_group(group, buffers)
-
-    def fill_parts(self, name: str, parts: Sequence[Part]) -> None:
-        """Read one leaf into parts that cover it, such as the shards of an array."""
-        boxes = list(self._iter_boxes(name))
-        with error_context(self.path, "cannot read"):
-            for raw, box in zip(self._stream_boxes(name, boxes), boxes, strict=True):
-                scatter_box(parts, box, raw)
+        return self.file.read(names)
 
     def iter_pieces(self, name: str) -> Iterator[Array]:
-        """Yield a leaf's elements in C order as flat arrays of at most a chunk.
+        """Yield an array leaf's elements in C order, flat, at most 1 MiB at a time.
 
-        Each array is overwritten by the next; the digest is checked after the last.
-        A typed key's words are never cut apart.
+        Each piece is overwritten by the next; the digest is checked after the last.
 
         Raises:
             DamagedCheckpointError: the leaf's bytes are not those written.
         """
-        dtype = self._storage_dtype(name)
-        with error_context(self.path, "cannot read"):
-            for raw in self._stream_boxes(name, self._iter_boxes(name)):
-                yield raw.view(dtype)
-
-    def find_damage(self) -> list[str]:
-        """Read every payload byte and name the leaves that are damaged."""
-        damaged: list[str] = []
-        for tensor in self._header.tensors.values():
-            sizes = _chunk_sizes(tensor.end - tensor.begin)
-            try:
-                deque(self._stream(tensor, sizes), maxlen=0)
-                if self._header.layout[tensor.name].kind == "str":
-                    self.read([tensor.name])
-            except DamagedCheckpointError as error:
-                damaged += error.details or (error.problem,)
-        return damaged
-
-    def _iter_boxes(self, name: str) -> Iterator[Index]:
-        spec = self._header.layout[name]
-        itemsize = STORED_DTYPES[spec.payload_dtype].itemsize
-        return iter_boxes(spec.payload_shape, itemsize)
-
-    def _stream_boxes(self, name: str, boxes: Iterable[Index]) -> Iterator[Array]:
-        itemsize = STORED_DTYPES[self._header.layout[name].payload_dtype].itemsize
-        sizes = (
-            math.prod(axis.stop - axis.start for axis in box) * itemsize
-            for box in boxes
-        )
-        return self._stream(self._header.tensors[name], sizes)
-
-    def _stream(self, tensor: Tensor, sizes: Iterable[int]) -> Iterator[Array]:
-        """Yield a leaf's payload in pieces; check it once the last is through."""
-        hasher, position = xxhash.xxh3_128(), tensor.begin
-        staging = np.empty(CHUNK_BYTES, np.uint8)
-        for size in sizes:
-            raw = staging[:size]
-            self._read_exactly([raw], position, tensor.name)
-            hasher.update(raw.data)
-            self._check_elements(tensor, raw)
-            yield raw
-            position += size
-        self._check(tensor, hasher.hexdigest())
+        return self.file.iter_pieces(name)
 
     def _plain(self, value: Mapping[str, Any]) -> dict[str, Any]:
         plain = read_json(dict[str, Json](value))
         return plain if isinstance(plain, dict) else {}
-
-    def _storage_dtype(self, name: str) -> np.dtype[Any]:
-        row = STORED_DTYPES[self._header.layout[name].payload_dtype]
-        if row.dtype is None:
-            hint = "pip install --upgrade ml_dtypes"
-            problem = f"{name}: this ml_dtypes has no dtype {row.name}"
-            raise InvalidArgumentError(problem, path=self.path, hint=hint)
-        return row.dtype
-
-    def _allocate(self, name: str) -> Array:
-        shape = self._header.layout[name].payload_shape
-        return aligned_empty(shape, self._storage_dtype(name))
-
-    def _host_value(self, name: str, array: Array | None) -> Any:
-        kind = self._header.layout[name].kind
-        if array is None:
-            return decode_scalar(kind, self._header.values[name])
-        if kind not in TEXT_KINDS:
-            return array
-        try:
-            return decode_text(kind, array.tobytes())
-        except UnicodeDecodeError as error:
-            raise self._damaged(self._header.tensors[name]) from error
-
-    def _read_exactly(self, buffers: Sequence[Buffer], begin: int, name: str) -> None:
-        if not self._close.alive:
-            raise ValueError(f"{self.path}: the checkpoint is closed")
-        expected = sum(len(buffer) for buffer in buffers)
-        start = self._header.nbytes + begin
-        if (done := read_into(self._fd, buffers, start)) != expected:
-            problem = f"{name}: the file ends after {done} of {expected} bytes"
-            raise DamagedCheckpointError(problem, hint=DAMAGED_HINT)
-
-    def _fill_group(self, group: list[Tensor], buffers: Mapping[str, Array]) -> None:
-        if len(group) > 1:
-            flat = [buffers[tensor.name] for tensor in group]
-            self._read_exactly(flat, group[0].begin, group[0].name)
-            for tensor, buffer in zip(group, flat, strict=True):
-                self._check(tensor, xxhash.xxh3_128_hexdigest(buffer.data))
-                self._check_elements(tensor, buffer)
-            return
-        tensor, hasher, start = group[0], xxhash.xxh3_128(), 0
-        buffer = buffers[tensor.name]
-        # hashed piece by piece, while the bytes are still in the processor's cache
-        for size in _chunk_sizes(buffer.size):
-            piece = buffer[start : start + size]
-            self._read_exactly([piece], tensor.begin + start, tensor.name)
-            hasher.update(piece.data)
-            self._check_elements(tensor, piece)
-            start += size
-        self._check(tensor, hasher.hexdigest())
-
-    def _describe_damage(self, tensor: Tensor) -> str:
-        first = self._header.nbytes + tensor.begin
-        last = self._header.nbytes + tensor.end - 1
-        return f"{tensor.name or repr('')}: bytes {first}-{last} are not those written"
-
-    def _damaged(self, tensor: Tensor) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            "the payload of a leaf is damaged",
-            details=(self._describe_damage(tensor),),
-            hint=DAMAGED_HINT,
-        )
-
-    def _check(self, tensor: Tensor, digest: str) -> None:
-        if digest != tensor.digest:
-            raise self._damaged(tensor)
-
-    def _check_elements(self, tensor: Tensor, raw: Array) -> None:
-        """Refuse what a right digest may hide: bytes that are no such elements."""
-        spec = self._header.layout[tensor.name]
-        if not holds_elements(raw, STORED_DTYPES[spec.payload_dtype]):
-            raise self._damaged(tensor)
-
-
-def _chunk_sizes(nbytes: int) -> Iterator[int]:
-    for start in range(0, nbytes, CHUNK_BYTES):
-        yield min(CHUNK_BYTES, nbytes - start)
-
-
-def _group_tensors(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group leaves that lie side by side in the file, up to a chunk together."""
-    group: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda item: (item.begin, item.end)):
-        adjoins = group and group[-1].end == tensor.begin
-        if group and (not adjoins or tensor.end - group[0].begin > CHUNK_BYTES):
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
