@@ -83,8 +83,9 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
         Checkpoint(resolved) as checkpoint,
     ):
         if damaged := checkpoint.file.find_damage():
+            verb = "is" if len(damaged) == 1 else "are"
             raise DamagedCheckpointError(
-                f"{len(damaged)} of {len(checkpoint)} leaves are damaged",
+                f"{len(damaged)} of {len(checkpoint)} leaves {verb} damaged",
                 act="is not whole",
                 path=checkpoint.path,
                 details=damaged,

@@ -19,7 +19,8 @@ from ajaxckpt import _cli
 from ajaxckpt._cli import main
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._layout import TEXT_KINDS, LeafSpec
-from ajaxckpt._metadata import Metadata, plain_config, plain_metrics
+from ajaxckpt._metadata import (Metadata)
+from ajaxckpt._plain import (plain_config, plain_metrics)
 from ajaxckpt._payload import whole_leaf
 from ajaxckpt._scalars import encode_scalar, encode_text
 from ajaxckpt._writer import StateData, write_checkpoint
@@ -359,7 +360,7 @@ def test_verify_tells_of_each_file_and_goes_on(call, tmp_path):
         "DIR/nothing",
         "DIR/run/other.safetensors",
     ]
-    assert "1 of 7 leaves are damaged" in heads[0]
+    assert "1 of 7 leaves is damaged" in heads[0]
     assert f"  buffer.obs: bytes {size - 1200}-{size - 1} are not" in err
     assert f"truncated: the file has {size - 5} bytes" in heads[1]
     assert "no such file" in heads[2]

@@ -1,0 +1,188 @@
+"""The documents say what is so: README blocks run, tables name real tests."""
+
+import ast
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ajaxckpt import save_checkpoint
+from ajaxckpt._cli import main
+from ajaxckpt._dtypes import STORED_DTYPES
+from ajaxckpt._layout import LeafSpec
+from ajaxckpt._metadata import Metadata
+from ajaxckpt._payload import whole_leaf
+from ajaxckpt._writer import StateData, write_checkpoint
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+FORMAT = (ROOT / "ajaxckpt" / "FORMAT.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def as_pattern(expected: str) -> str:
+    """Turn a transcript into a regex: an ellipsis stands for what varies."""
+    return ".*?".join(map(re.escape, expected.split("…")))
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    yield tmp_path
+
+
+def test_the_example_in_the_readme_runs_and_resumes(
+    in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    code = blocks("python")[0].replace("500", "20").replace("1_000", "60")
+    assert len(code.strip().splitlines()) <= 15
+    printed: list[str] = []
+    with jax.numpy_rank_promotion("allow"):
+        for _ in range(2):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(code, "README.md", "exec"), {})
+            printed.append(out.getvalue())
+    assert re.fullmatch(r"[0-9a-f]{32}\n", printed[0])
+    assert printed[0] == printed[1]
+
+
+def test_the_error_in_the_readme_is_the_error(in_tmp_path: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(blocks("python")[1], "README.md", "exec"), {})
+    assert re.fullmatch(as_pattern(blocks("text")[0]), out.getvalue())
+
+
+def build_agent() -> dict[str, object]:
+    params = {
+        "Dense_0": {"kernel": jnp.zeros((3, 64)), "bias": jnp.zeros(64)},
+        "Dense_1": {"kernel": jnp.zeros((64, 1)), "bias": jnp.zeros(1)},
+    }
+    return {
+        "actor": params,
+        "opt_state": optax.adam(1e-3).init(params),
+        "buffer": {"obs": jnp.zeros((10_000, 3)), "index": jnp.int32(0)},
+        "key": jax.random.key(0),
+        "step": 400,
+    }
+
+
+def save_two() -> None:
+    config = {"env": "Pendulum-v1", "hidden": 64}
+    state = build_agent()
+    path = "step-400.safetensors"
+    save_checkpoint(state, path, step=400, metrics={"return": -180.5}, config=config)
+    state["step"] = 500
+    state["actor"]["Dense_1"]["bias"] = jnp.ones(1)  # type: ignore[index]
+    save_checkpoint(state, "step-500.safetensors", step=500, config=config)
+
+
+def transcripts(block: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with what it shows."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        yield command, shown
+
+
+def check_transcript(block: str) -> None:
+    for command, shown in transcripts(block):
+        program, *arguments = command.split()
+        assert program == "ajaxckpt"
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main(arguments)
+        # wrapped lines of versions are what an ellipsis may stand for too
+        match = re.fullmatch(as_pattern(shown), out.getvalue(), re.DOTALL)
+        assert match, f"{command}\n{out.getvalue()}"
+
+
+def test_the_transcripts_in_the_readme_are_what_is_shown(in_tmp_path: Path) -> None:
+    sound, damaged = blocks("console")
+    save_two()
+    check_transcript(sound)
+    path = in_tmp_path / "step-500.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100_000] ^= 1
+    path.write_bytes(bytes(data))
+    check_transcript(damaged)
+
+
+def promises() -> list[tuple[str, str]]:
+    """Return the rows of the README's table: promise, and the tests' cell."""
+    section = README.split("## What is promised")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
+    return [row for row in rows if not row[0].startswith(("promise", "---"))]
+
+
+def existing_tests(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    rows = promises()
+    assert len(rows) >= 15
+    for promise, cell in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", cell)
+        assert named, promise
+        for path, name in named:
+            assert name in existing_tests(ROOT / path), f"{promise}: {path}::{name}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in (ROOT / "README.md", ROOT / "ajaxckpt" / "FORMAT.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), target
+
+
+def test_the_example_in_the_format_specification_is_what_is_written(
+    tmp_path: Path,
+) -> None:
+    row = STORED_DTYPES["float32"]
+    values = np.array([1.0, -2.0], np.float32)
+    state = StateData(
+        layout={
+            "w": LeafSpec(kind="jax", dtype="float32", shape=(2,)),
+            "step": LeafSpec(kind="int"),
+        },
+        values={"step": "0x7"},
+        sources={"w": lambda: whole_leaf(values, row, frozen=True)},
+    )
+    path = str(tmp_path / "example.safetensors")
+    record = write_checkpoint(path, state, Metadata(checkpoint_id="0" * 32, step=7))
+    dump = FORMAT.rsplit("```\n", 2)[1]
+    lines = [line[10:57].split() for line in dump.strip().splitlines()]
+    assert (
+        bytes.fromhex("".join("".join(line) for line in lines))
+        == Path(path).read_bytes()
+    )
+    assert f"`{record.digest}`" in FORMAT
+
+
+def test_the_format_specification_lists_every_dtype() -> None:
+    table = FORMAT.split("## Payload")[1].split("Values without payload")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    ranges = {"uint16", "int16", "uint32", "int32"}  # "uint8 int8 … uint64 int64"
+    assert set(STORED_DTYPES) <= named | ranges
+
+
+@pytest.mark.parametrize("name", ["example", "tests"])
+def test_ci_finds_the_two_commands(name: str) -> None:
+    script = str(ROOT / ".ci" / "readme_command.py")
+    done = subprocess.run(
+        [sys.executable, script, name], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("python -m venv .venv && .venv/bin/pip install")
