@@ -40,6 +40,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: ajaxckpt did not write what is there.
         DamagedCheckpointError: the header is not as it was written.
         NewerFormatError: a newer release wrote the file.
+
+    Example:
+        >>> with open_checkpoint(path) as checkpoint:
+        ...     checkpoint.step, checkpoint["w"].tolist()
+        (7, [1.0, 1.0, 1.0])
     """
     resolved = resolve_path(path)
     with error_context(resolved, "cannot open"):
@@ -58,6 +63,10 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
         NotACheckpointError: ajaxckpt did not write what is there.
         DamagedCheckpointError: the header is not as it was written.
         NewerFormatError: a newer release wrote the file.
+
+    Example:
+        >>> checkpoint_exists(path), checkpoint_exists("elsewhere.safetensors")
+        (True, False)
     """
     resolved = resolve_path(path)
     with error_context(resolved, "cannot tell whether a checkpoint exists"):
@@ -76,6 +85,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> VerifyReport:
     Raises:
         DamagedCheckpointError: names every part that is damaged.
         CheckpointNotFoundError, NotACheckpointError, NewerFormatError: as opening.
+
+    Example:
+        >>> verify_checkpoint(path).leaves
+        2
     """
     resolved = resolve_path(path)
     with (

@@ -33,9 +33,10 @@ class Checkpoint(Mapping[str, Any]):
         nbytes: bytes of the whole file.
         file: the open file below, from which restoring and verifying read.
 
-    >>> with open_checkpoint("run/latest.safetensors") as ckpt:  # doctest: +SKIP
-    ...     ckpt.step, ckpt["actor.params.Dense_0.kernel"].shape
-    (400, (3, 64))
+    Example:
+        >>> checkpoint = Checkpoint(path)
+        >>> list(checkpoint), checkpoint.layout["w"].shape, checkpoint["step"]
+        (['step', 'w'], (3,), 7)
     """
 
     def __init__(self, path: str) -> None:

@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import doctest
+import importlib
 import io
 import re
 import subprocess
@@ -15,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 
+import ajaxckpt
 from ajaxckpt import save_checkpoint
 from ajaxckpt._cli import main
 from ajaxckpt._dtypes import STORED_DTYPES
@@ -140,6 +143,27 @@ def test_every_promise_names_tests_that_exist() -> None:
         assert named, promise
         for path, name in named:
             assert name in existing_tests(ROOT / path), f"{promise}: {path}::{name}"
+
+
+def package_modules() -> list[str]:
+    names = sorted(path.stem for path in (ROOT / "ajaxckpt").glob("_*.py"))
+    return [name for name in names if not name.startswith("__")]
+
+
+@pytest.mark.parametrize("name", package_modules())
+def test_examples_in_docstrings_are_so(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.safetensors")
+    save_checkpoint({"w": jnp.ones(3), "step": 7}, path, step=7)
+    module = importlib.import_module(f"ajaxckpt.{name}")
+    result = doctest.testmod(module, extraglobs={"path": path, "jnp": jnp})
+    assert result.failed == 0
+
+
+def test_every_public_verb_shows_an_example() -> None:
+    for name in ajaxckpt.__all__:
+        public = getattr(ajaxckpt, name)
+        if callable(public) and not isinstance(public, type):
+            assert ">>> " in (public.__doc__ or ""), name
 
 
 def test_links_between_documents_lead_somewhere() -> None:
