@@ -19,9 +19,9 @@ from ajaxckpt import _cli
 from ajaxckpt._cli import main
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._layout import TEXT_KINDS, LeafSpec
-from ajaxckpt._metadata import (Metadata)
-from ajaxckpt._plain import (plain_config, plain_metrics)
+from ajaxckpt._metadata import Metadata
 from ajaxckpt._payload import whole_leaf
+from ajaxckpt._plain import plain_config, plain_metrics
 from ajaxckpt._scalars import encode_scalar, encode_text
 from ajaxckpt._writer import StateData, write_checkpoint
 
