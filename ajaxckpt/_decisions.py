@@ -99,6 +99,7 @@ def plan_layouts(
 
 
 def file_name(subtree: str, name: str) -> str:
+    """Return the name in the file of a skeleton's leaf below a subtree."""
     return ".".join(part for part in (subtree, name) if part)
 
 

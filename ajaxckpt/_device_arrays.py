@@ -53,7 +53,7 @@ def _shard_buffers(
     return buffers
 
 
-def read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax.Array:
+def _read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax.Array:
     """Read shard by shard: the whole never exists on the host beside its shards."""
     buffers = _shard_buffers(target, sharding)
     first: dict[str, Part] = {}
@@ -75,7 +75,7 @@ def read_sharded(target: Target, sharding: Sharding, source: LeafSource) -> jax.
     )
 
 
-def put(buffers: dict[str, Array], place: Place) -> dict[str, jax.Array]:
+def _put(buffers: dict[str, Array], place: Place) -> dict[str, jax.Array]:
     """Move host buffers to one place in one call."""
     if place.sharding is not None:
         arrays = jax.device_put(list(buffers.values()), place.sharding)
@@ -103,7 +103,7 @@ def _compile_weakener(
     return jax.jit(_identity).lower(struct).compile()
 
 
-def weaken(array: jax.Array, place: Place) -> jax.Array:
+def _weaken(array: jax.Array, place: Place) -> jax.Array:
     args = (array.shape, array.dtype, place.sharding)
     with on_device(place):
         default = cast("Any", jax.config).jax_default_device
@@ -134,7 +134,7 @@ def _compile_weak_fill(
     )
 
 
-def is_large_weak(target: Target, place: Place) -> bool:
+def _is_large_weak(target: Target, place: Place) -> bool:
     """Tell whether a leaf is worth filling in place; it must lie in device memory."""
     spec = target.spec
     if not spec.weak_type or spec.nbytes <= _LARGE_BYTES:
@@ -147,7 +147,7 @@ def is_large_weak(target: Target, place: Place) -> bool:
     return place.sharding.memory_kind == device.default_memory().kind
 
 
-def read_large_weak(target: Target, place: Place, source: LeafSource) -> jax.Array:
+def _read_large_weak(target: Target, place: Place, source: LeafSource) -> jax.Array:
     """Read a weak array without ever holding it twice.
 
     Weakening copies what JAX took over from the host, so the pieces are written into
@@ -167,7 +167,7 @@ def read_large_weak(target: Target, place: Place, source: LeafSource) -> jax.Arr
         return finish(flat)
 
 
-def wrap_key(data: jax.Array, target: Target, place: Place) -> jax.Array:
+def _wrap_key(data: jax.Array, target: Target, place: Place) -> jax.Array:
     with on_device(place):
         key = jax.random.wrap_key_data(data, impl=target.spec.key_impl)
     return key if place.sharding is None else jax.device_put(key, place.sharding)
@@ -176,6 +176,7 @@ def wrap_key(data: jax.Array, target: Target, place: Place) -> jax.Array:
 def restore_on_devices(
     targets: Sequence[Target], source: LeafSource, common: Place
 ) -> dict[str, jax.Array]:
+    """Read leaves and put each on its device, a transfer per place."""
     places = {target.name: place_of(target.like, common) for target in targets}
     arrays: dict[str, jax.Array] = {}
     groups: dict[Place, dict[str, Array]] = defaultdict(dict)
@@ -184,20 +185,20 @@ def restore_on_devices(
         if target.spec.kind == "key":
             place = Place(device=place.device)
         if is_multi_device(place) and place.sharding is not None:
-            arrays[target.name] = read_sharded(target, place.sharding, source)
-        elif is_large_weak(target, place):
-            arrays[target.name] = read_large_weak(target, place, source)
+            arrays[target.name] = _read_sharded(target, place.sharding, source)
+        elif _is_large_weak(target, place):
+            arrays[target.name] = _read_large_weak(target, place, source)
         else:
             shape, dtype = target.spec.payload_shape, storage_dtype(target.spec)
             groups[place][target.name] = aligned_empty(shape, dtype)
     source.fill({n: as_bytes(a) for group in groups.values() for n, a in group.items()})
     for place, buffers in groups.items():
-        arrays.update(put(buffers, place))
+        arrays.update(_put(buffers, place))
     groups.clear()
     for target in targets:
         name, spec = target.name, target.spec
         if spec.kind == "key":
-            arrays[name] = wrap_key(arrays[name], target, places[name])
+            arrays[name] = _wrap_key(arrays[name], target, places[name])
         elif spec.weak_type and not arrays[name].weak_type:
-            arrays[name] = weaken(arrays[name], places[name])
+            arrays[name] = _weaken(arrays[name], places[name])
     return jax.block_until_ready(arrays)

@@ -60,12 +60,14 @@ class SpellingError(ValueError):
 
 
 def type_name(value: object) -> str:
+    """Return how messages call a value's type."""
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return prefix + kind.__qualname__
 
 
 def quote(text: str) -> str:
+    """Spell any text as a quoted segment."""
     return f'"{_ESCAPED.sub(_escape, text)}"'
 
 
@@ -88,6 +90,7 @@ def show(text: str, position: int = 0) -> str:
 
 
 def clip(text: str) -> str:
+    """Shorten a text for a message."""
     return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}…"
 
 
@@ -105,6 +108,7 @@ def scan(text: str, scan_one: Callable[[str, int], int]) -> Iterator[str]:
 
 
 def scan_segment(text: str, start: int, depth: int = MAX_NESTING) -> int:
+    """Return where the segment that starts here ends, checking every character."""
     first = text[start : start + 1]
     if first == '"':
         return _scan_quoted(text, start)

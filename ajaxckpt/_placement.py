@@ -21,9 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import (
-    Mesh,
-)
+from jax.sharding import Mesh
 
 from ajaxckpt._device_arrays import restore_on_devices
 from ajaxckpt._layout import ARRAY_KINDS

@@ -74,6 +74,7 @@ class Place:
 
 
 def committed_sharding(like: Any) -> Sharding | None:
+    """Return the sharding a skeleton leaf is committed to, or names; None if free."""
     if isinstance(like, jax.ShapeDtypeStruct):
         return like.sharding
     return like.sharding if isinstance(like, jax.Array) and like.committed else None
@@ -108,6 +109,7 @@ def common_place(skeleton: Iterable[Any]) -> Place:
 
 
 def place_of(like: Any, common: Place) -> Place:
+    """Return the place of a skeleton leaf, the common one where it names none."""
     if (sharding := committed_sharding(like)) is not None:
         return Place(sharding=sharding)
     if isinstance(like, jax.Array):
@@ -116,6 +118,11 @@ def place_of(like: Any, common: Place) -> Place:
 
 
 def storage_dtype(spec: LeafSpec) -> np.dtype[Any]:
+    """Return the numpy dtype of a leaf's elements.
+
+    Raises:
+        InvalidArgumentError: the installed ml_dtypes has no such dtype.
+    """
     dtype = STORED_DTYPES[spec.payload_dtype].dtype
     if dtype is None:
         hint = "pip install --upgrade ml_dtypes"
@@ -125,6 +132,7 @@ def storage_dtype(spec: LeafSpec) -> np.dtype[Any]:
 
 
 def is_multi_device(place: Place) -> bool:
+    """Tell whether a leaf lies in several shards."""
     return place.sharding is not None and len(place.sharding.device_set) > 1
 
 
