@@ -95,8 +95,12 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, names: list[str]) -> Compa
 
 def _same_spec(a: LeafSpec, b: LeafSpec) -> bool:
     same_kind = a.kind == b.kind or {a.kind, b.kind} <= ARRAY_KINDS
-    facts = (a.dtype, a.shape, a.weak_type, a.key_impl)
-    return same_kind and facts == (b.dtype, b.shape, b.weak_type, b.key_impl)
+    return same_kind and _facts(a) == _facts(b)
+
+
+def _facts(spec: LeafSpec) -> tuple[object, ...]:
+    key = (spec.key_impl, spec.key_words)
+    return (spec.dtype, spec.shape, spec.weak_type, *key)
 
 
 def _flatten_facts(checkpoint: Checkpoint) -> dict[str, str]:

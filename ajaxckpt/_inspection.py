@@ -189,7 +189,7 @@ class Inspection:
         for node in walk_tree(root, self.depth):
             size = (show_bytes(node.nbytes), f"{node.nbytes:,}")
             share = show_share(node.nbytes, whole)
-            yield (self._label(node), self._kind(node), *size, share)
+            yield (self._label(node), escape(self._kind(node)), *size, share)
 
     def _label(self, node: Subtree) -> str:
         if node.segments:

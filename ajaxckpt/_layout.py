@@ -7,6 +7,7 @@ share. Knows dtype names; knows nothing of pytrees, bytes or files.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,8 @@ Problem = Literal["missing", "extra", "kind", "dtype", "shape", "key implementat
 ARRAY_KINDS = frozenset(("jax", "numpy", "numpy scalar"))
 NUMBER_KINDS = frozenset(("bool", "int", "float", "complex"))
 MAX_AXES = 64  # numpy's limit
+MAX_KEY_WORDS = 1024
+_KEY_IMPL = re.compile("[!-~]{1,64}")
 TEXT_KINDS = frozenset(("str", "bytes"))
 # what a Python number becomes when it meets the library without further words
 _DEFAULT_DTYPES = {
@@ -104,6 +107,12 @@ class LeafSpec:
 
 
 Layout = Mapping[str, LeafSpec]
+
+
+def is_key_type(impl: object, words: int) -> bool:
+    """Tell whether a typed key of this implementation and size can be saved."""
+    named = type(impl) is str and _KEY_IMPL.fullmatch(impl) is not None
+    return named and 0 < words <= MAX_KEY_WORDS
 
 
 def shown_name(name: str) -> str:

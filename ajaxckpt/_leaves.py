@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from ajaxckpt._dtypes import STORED_DTYPES, stored_dtype
 from ajaxckpt._errors import UnsupportedLeafError
-from ajaxckpt._layout import MAX_AXES, TEXT_KINDS, Kind, LeafSpec
+from ajaxckpt._layout import MAX_AXES, TEXT_KINDS, Kind, LeafSpec, is_key_type
 from ajaxckpt._payload import LeafData, Part, whole_leaf
 from ajaxckpt._scalars import Value, encode_scalar, encode_text
 
@@ -58,9 +58,9 @@ def _key_impl(leaf: Any) -> tuple[str, int] | None:
     if not isinstance(leaf, jax.Array):
         return None
     impl, data = jax.random.key_impl(leaf), jax.random.key_data(leaf)
-    if not isinstance(impl, str) or data.ndim != leaf.ndim + 1:
+    if data.ndim != leaf.ndim + 1 or not is_key_type(impl, data.shape[-1]):
         return None
-    return impl, data.shape[-1]
+    return str(impl), data.shape[-1]
 
 
 def _is_typed_key(leaf: Any) -> bool:

@@ -35,7 +35,13 @@ from ajaxckpt._format import (
     digest_span,
     find_broken_limit,
 )
-from ajaxckpt._layout import ARRAY_KINDS, MAX_AXES, TEXT_KINDS, LeafSpec
+from ajaxckpt._layout import (
+    ARRAY_KINDS,
+    MAX_AXES,
+    TEXT_KINDS,
+    LeafSpec,
+    is_key_type,
+)
 from ajaxckpt._metadata import read_metadata
 from ajaxckpt._names import is_canonical
 from ajaxckpt._scalars import Value, check_scalar
@@ -251,8 +257,10 @@ def _read_tensor_leaf(facts: dict[str, Any], entry: _Entry) -> tuple[str, LeafSp
 def _check_spec(spec: LeafSpec, shape: tuple[int, ...]) -> None:
     """Refuse what no state can hold, however well its header is spelled."""
     is_key = spec.kind == "key"
-    if is_key and (spec.dtype != "uint32" or not spec.key_words or not spec.key_impl):
+    if is_key and not is_key_type(spec.key_impl, spec.key_words):
         raise ValueError("key")
+    if is_key and spec.dtype != "uint32":
+        raise ValueError("key dtype")
     if not is_key and spec.kind not in ARRAY_KINDS:
         raise ValueError("kind")
     if type(spec.key_impl) is not str or type(spec.weak_type) is not bool:

@@ -50,7 +50,7 @@ def diff_lines(
         values: how the values differ; None if that was not asked for.
     """
     for letter, (path, checkpoint) in zip("AB", sides, strict=True):
-        yield _entry(letter, f"{escape(path)}  {checkpoint.digest}")
+        yield _entry(letter, f"{path}  {checkpoint.digest}")
     for name, spec in comparison.only_a.items():
         yield _entry("only in A", f"{shown_name(name)}: {spec}")
     for name, spec in comparison.only_b.items():
@@ -60,12 +60,12 @@ def diff_lines(
     for item in values or ():
         yield _entry("value", f"{shown_name(item.name)}: {_show_difference(item)}")
     for fact, (a, b) in comparison.notes.items():
-        yield _entry("note", f"{escape(fact)}: {_pair(a, b)}")
+        yield _entry("note", f"{fact}: {_pair(a, b)}")
     yield _conclusion(comparison, values)
 
 
 def _entry(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH}}{text}"
+    return f"{label:<{LABEL_WIDTH}}{escape(text)}"
 
 
 def _pair(a: str | None, b: str | None) -> str:

@@ -283,6 +283,8 @@ def test_nothing_printed_can_act_on_a_terminal(call, tmp_path):
             f"{name}{NASTY[:1]}\r.safetensors",
             {
                 nasty_name: leaf(np.zeros(number)),
+                "not\u061chidden\U000e0041": leaf(np.zeros(number)),
+                f"only{number}\u061c": leaf(np.zeros(number)),
                 "text": scalar("str", NASTY + name),
                 "mode": scalar("enum", NASTY + name),
                 "act": scalar("function", NASTY + name),

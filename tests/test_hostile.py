@@ -875,6 +875,26 @@ def test_a_key_of_other_words_than_its_implementation_is_no_key(
     assert "w" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("impl", "words"),
+    [
+        ("\x1b]0;pwned\x07", 2),
+        ("", 2),
+        ("two words", 2),
+        ("x" * 65, 2),
+        ("threefry2x32", 1_025),
+    ],
+)
+def test_a_key_type_that_no_jax_has_is_damage(
+    tmp_path: Path, impl: str, words: int
+) -> None:
+    path = tmp_path / "hostile.safetensors"
+    facts = {"kind": "key", "impl": impl}
+    path.write_bytes(spoiled(array("U32", [words], 4 * words, **facts)))
+    error = refusal(path, open_checkpoint)
+    assert isinstance(error, DamagedCheckpointError)
+
+
 def test_names_in_a_file_run_no_code(tmp_path: Path) -> None:
     """A function's name is a marker: nothing is imported for it."""
     assert "antigravity" not in sys.modules
