@@ -29,8 +29,8 @@ from ajaxckpt._layout import Layout, LeafSpec
 from ajaxckpt._leaves import describe_leaf, find_unsavable, leaf_data, scalar_value
 from ajaxckpt._metadata import Metadata
 from ajaxckpt._names import relative_name, split_name
-from ajaxckpt._paths import resolve_path
-from ajaxckpt._patterns import select_names, top_level
+from ajaxckpt._paths import is_missing, resolve_path
+from ajaxckpt._patterns import as_patterns, parse_pattern, select_names, top_level
 from ajaxckpt._placement import is_traced
 from ajaxckpt._plain import plain_config, plain_metrics, plain_step
 from ajaxckpt._plan import RestorePlan, make_plan
@@ -42,8 +42,10 @@ from ajaxckpt._writer import CheckpointRecord, StateData, digest_data, write_che
 State = TypeVar("State")
 
 
-def _as_patterns(patterns: Patterns) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
+    return tuple(
+        parse_pattern(text, argument).text for text in as_patterns(patterns, argument)
+    )
 
 
 def _refuse_traced(what: str) -> None:
@@ -77,10 +79,21 @@ def _collect(state: Any, exclude: tuple[str, ...]) -> StateData:
             if not spec.payload_dtype
         },
         sources={
-            name: partial(leaf_data, leaves[name], spec)
+            name: partial(leaf_data, name, leaves[name], spec)
             for name, spec in layout.items()
             if spec.payload_dtype
         },
+    )
+
+
+def _refuse_nothing(data: StateData, excluded: tuple[str, ...], target: str) -> None:
+    """Keep a state without leaves from replacing a file: a train that returned None."""
+    if data.layout or (is_missing(target) and not excluded):
+        return
+    why = "exclude= selects every leaf" if excluded else "the state has no leaves"
+    raise InvalidArgumentError(
+        f"{why}: nothing would be saved",
+        hint="check what the train call returned, and what exclude= selects",
     )
 
 
@@ -126,7 +139,7 @@ def save_checkpoint(
     target = resolve_path(path)
     with error_context(target, "cannot save"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
-        excluded = _as_patterns(exclude)
+        excluded = _as_patterns(exclude, "exclude")
         metadata = Metadata(
             checkpoint_id=uuid.uuid4().hex,
             step=plain_step(step),
@@ -136,6 +149,7 @@ def save_checkpoint(
             provenance=gather_provenance(),
         )
         data = _collect(state, excluded)
+        _refuse_nothing(data, excluded, target)
         return write_checkpoint(target, data, metadata)
 
 
@@ -162,6 +176,9 @@ def state_digest(state: Any) -> str:
 def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
     """Return the part of a file's layout below a name, with names relative to it."""
     layout = checkpoint.layout
+    if type(subtree) is not str:  # pyright: ignore[reportUnnecessaryComparison]
+        problem = f"subtree: expected a leaf name, found {type(subtree).__name__}"
+        raise InvalidArgumentError(problem, hint="pass a str")
     if not subtree:
         return layout
     try:
@@ -226,7 +243,7 @@ def plan_restore(
     with error_context(resolved, "cannot restore"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
         _refuse_traced("the state is restored")
-        kept = _as_patterns(keep)
+        kept = _as_patterns(keep, "keep")
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(resolved)
         flat = flatten_state(skeleton)
         return make_plan(

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ajaxckpt._layout import ARRAY_KINDS, TEXT_KINDS, LeafSpec
 from ajaxckpt._payload import Array
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._tables import show_value
+from ajaxckpt._tables import shorten, show_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +113,16 @@ def _flatten_facts(checkpoint: Checkpoint) -> dict[str, str]:
     return {key: show_value(value) for key, value in _flatten(facts, "")}
 
 
+_LONGEST_FACT = 120  # every entry repeats the keys above it
+
+
 def _flatten(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in facts.items():
         if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+            below = cast("dict[str, Any]", value)
+            yield from _flatten(below, f"{shorten(prefix + key, _LONGEST_FACT)}.")
         elif value is not None:
-            yield f"{prefix}{key}", value
+            yield shorten(prefix + key, _LONGEST_FACT), value
 
 
 def _compare_facts(

@@ -8,17 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._layout import (
+    NUMBER_KINDS,
     Layout,
     LeafSpec,
     Mismatch,
     extra_leading_axis,
     find_problem,
 )
-from ajaxckpt._patterns import parse_pattern, select_names
+from ajaxckpt._patterns import Pattern, parse_pattern, select_names
 
 Patterns = str | Iterable[str]
 _FEW_NAMES = 3
+_BUILD = "build the skeleton with the configuration that saved this file"
+_EXCEPTIONS = {"missing": "keep=", "extra": "ignore=", "shape": "resize="}
+_IN_WORDS = {
+    "missing": "what the file lacks",
+    "extra": "what the skeleton lacks",
+    "shape": "other shapes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,11 @@ def plan_layouts(
     ignored = select_names(ignore, list(file), argument="ignore")
     resizable = select_names(resize, list(skeleton), argument="resize")
     wanted = [name for name in skeleton if name not in kept]
+    if skeleton and not wanted:
+        raise InvalidArgumentError(
+            "keep= selects every leaf of the skeleton: nothing would be restored",
+            hint="name the leaves to keep, or use the skeleton as it is",
+        )
     extra = [n for n in file if n not in skeleton and n not in ignored]
     compared = (
         _compare_leaf(
@@ -103,16 +117,34 @@ def file_name(subtree: str, name: str) -> str:
     return ".".join(part for part in (subtree, name) if part)
 
 
-def note_excluded(item: Mismatch, subtree: str, excluded: Sequence[str]) -> Mismatch:
-    """Say of a missing leaf that it was left out on purpose."""
-    if item.problem != "missing":
-        return item
+def note_absences(
+    mismatches: Sequence[Mismatch],
+    subtree: str,
+    excluded: Sequence[str],
+    ignored: Sequence[str],
+) -> tuple[Mismatch, ...]:
+    """Say of missing leaves that they were left out, or ignored, on purpose."""
+    if all(item.problem != "missing" for item in mismatches):
+        return tuple(mismatches)
+    patterns = [parse_pattern(text) for text in excluded]
+    notes = {name: "ignored by ignore=" for name in ignored}
+    return tuple(
+        replace(
+            item, note=notes.get(item.name) or _note_exclusion(item, subtree, patterns)
+        )
+        if item.problem == "missing"
+        else item
+        for item in mismatches
+    )
+
+
+def _note_exclusion(item: Mismatch, subtree: str, patterns: Sequence[Pattern]) -> str:
     name = file_name(subtree, item.name)
-    for pattern in excluded:
-        if parse_pattern(pattern).matches(name):
-            note = f'left out on purpose by exclude="{pattern}"'
-            return replace(item, note=note)
-    return item
+    found = (pattern for pattern in patterns if pattern.matches(name))
+    pattern = next(found, None)
+    if pattern is None:
+        return item.note
+    return f'left out on purpose by exclude="{pattern.text}"'
 
 
 def _advise_keep(
@@ -133,13 +165,30 @@ def advise(
     if all(item.note.startswith("left out on purpose") for item in mismatches):
         keep = ", ".join(map(repr, _advise_keep(mismatches, subtree, excluded)))
         return f"pass keep=({keep},) to take those leaves from the skeleton"
-    if axis := extra_leading_axis(mismatches):
+    if len(mismatches) > 1 and (axis := extra_leading_axis(mismatches)):
         more, size = ("file", axis) if axis > 0 else ("skeleton", -axis)
         return (
             f"the {more}'s leaves have one more leading axis, of size {size} (seeds or "
             "devices?): build the skeleton with the same axis"
         )
-    return (
-        "build the skeleton with the configuration that saved this file, or name the "
-        "exceptions: keep=, ignore= or resize="
-    )
+    return f"{_BUILD}{_advise_exceptions(mismatches)}"
+
+
+def _problem_of(item: Mismatch) -> str:
+    """Return the problem, but for a number: it has no shape that could change."""
+    number = item.expected is not None and item.expected.kind in NUMBER_KINDS
+    return "kind" if number and item.problem == "shape" else item.problem
+
+
+def _advise_exceptions(mismatches: Sequence[Mismatch]) -> str:
+    """Name the arguments that can make an exception of these leaves, if any can."""
+    problems = {_problem_of(item) for item in mismatches}
+    helpful = [(p, argument) for p, argument in _EXCEPTIONS.items() if p in problems]
+    if not helpful:
+        return "; only keep= and ignore= can leave out what is of another dtype or kind"
+    if len(problems) == 1:
+        names = [item.name for item in mismatches]
+        few = f"({', '.join(map(repr, names))},)" if len(names) <= _FEW_NAMES else "…"
+        return f", or name the exceptions: {helpful[0][1]}{few}"
+    words = (f"{argument} for {_IN_WORDS[p]}" for p, argument in helpful)
+    return f", or name the exceptions: {', '.join(words)}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator
 from ajaxckpt._errors import CheckpointNotFoundError, NotACheckpointError
 from ajaxckpt._paths import (
     BUFFERS_PER_CALL,
+    NO_WAIT,
     OPEN_FLAGS,
     Buffer,
     drop_bytes,
@@ -127,15 +128,21 @@ def _make_directories(directory: str) -> None:
             _sync_directory(os.path.dirname(path))
 
 
-def _lock(fd: int, *, wait: bool) -> bool:
+def _lock(fd: int) -> bool | None:
+    """Try to lock a temp.
+
+    Returns:
+        True if it is locked now, False if somebody else holds it, None where the
+        system or the file system knows no locks.
+    """
     if fcntl is None:
-        return True
+        return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: temps are then never swept
-        return wait
+    except OSError:
+        return None
     return True
 
 
@@ -149,17 +156,18 @@ def _sweep_temps(directory: str) -> None:
             path = os.path.join(directory, name)
             fd = _open_temp(path)
             try:
-                if _lock(fd, wait=False):
+                if stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd):
                     os.unlink(path)
             finally:
                 os.close(fd)
 
 
 def _open_temp(path: str) -> int:
+    flags = OPEN_FLAGS | NO_WAIT | _NO_FOLLOW
     try:
-        return os.open(path, os.O_RDWR | OPEN_FLAGS | _NO_FOLLOW)
+        return os.open(path, os.O_RDWR | flags)
     except PermissionError:  # it was to replace a file that may not be written
-        return os.open(path, os.O_RDONLY | OPEN_FLAGS | _NO_FOLLOW)
+        return os.open(path, os.O_RDONLY | flags)
 
 
 def _discard(path: str) -> None:
@@ -180,13 +188,15 @@ def _create_temp(directory: str) -> tuple[str, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         fd = os.open(path, flags, 0o666)
         try:
-            if _lock(fd, wait=True) and os.fstat(fd).st_nlink:
+            if _lock(fd) is not False and os.fstat(fd).st_nlink:
                 return path, fd
         except BaseException:
             os.close(fd)
             _discard(path)
             raise
-        os.close(fd)  # a sweeper came between the two calls and removed it
+        # a sweeper came between the two calls: it removes the temp, and so do we
+        os.close(fd)
+        _discard(path)
 
 
 def _check_replaceable(path: str, is_ours: Callable[[bytes], bool]) -> int | None:

@@ -47,17 +47,19 @@ class Subtree:
     children: dict[str, Subtree] = field(default_factory=dict[str, "Subtree"])
 
 
-def build_tree(layout: Layout) -> Subtree:
-    """Arrange leaves by the segments of their names."""
+def build_tree(layout: Layout, depth: int) -> Subtree:
+    """Arrange leaves by the first ``depth`` segments of their names."""
     root = Subtree()
     for name, spec in layout.items():
         nodes = [root]
-        for segment in _split_levels(name):
+        segments = _split_levels(name)
+        for segment in segments[:depth]:
             nodes.append(_descend(nodes[-1], segment))
         for node in nodes:
             node.leaves += 1
             node.nbytes += spec.nbytes
-        nodes[-1].spec = spec
+        if len(segments) <= depth:
+            nodes[-1].spec = spec
     return root
 
 
@@ -133,7 +135,7 @@ class Inspection:
                     "leaves": node.leaves,
                     "bytes": node.nbytes,
                 }
-                for node in walk_tree(build_tree(self.layout), self.depth)
+                for node in self._walk()
                 if node.children
             ],
         }
@@ -183,10 +185,15 @@ class Inspection:
         ]
         return [(label, text) for label, text in facts if text]
 
+    def _walk(self) -> Iterator[Subtree]:
+        # one level more than is shown: a node with children is a subtree
+        root = build_tree(self.layout, self.depth + 1)
+        return walk_tree(root, self.depth)
+
     def _rows(self) -> Iterator[Sequence[str]]:
         yield ("leaf", "kind", "size", "bytes", "share")
-        whole, root = self._payload_bytes(), build_tree(self.layout)
-        for node in walk_tree(root, self.depth):
+        whole = self._payload_bytes()
+        for node in self._walk():
             size = (show_bytes(node.nbytes), f"{node.nbytes:,}")
             share = show_share(node.nbytes, whole)
             yield (self._label(node), escape(self._kind(node)), *size, share)

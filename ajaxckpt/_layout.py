@@ -43,7 +43,7 @@ _DEFAULT_DTYPES = {
     "float": {"jax": ("float32", "float64"), "numpy": ("float64",)},
     "complex": {"jax": ("complex64", "complex128"), "numpy": ("complex128",)},
 }
-_X64_DTYPES = frozenset(("int64", "uint64", "float64", "complex128"))
+X64_DTYPES = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def _same_dtype(expected: LeafSpec, found: LeafSpec) -> bool:
     """Tell whether the dtypes agree; a weak type promises none but its width."""
     if expected.dtype == found.dtype:
         return True
-    narrower = found.dtype in _X64_DTYPES and expected.dtype not in _X64_DTYPES
+    narrower = found.dtype in X64_DTYPES and expected.dtype not in X64_DTYPES
     return expected.weak_type and not narrower
 
 

@@ -25,6 +25,7 @@ from ajaxckpt._errors import (
 )
 from ajaxckpt._format import Tensor
 from ajaxckpt._layout import TEXT_KINDS, shown_name
+from ajaxckpt._names import relative_name
 from ajaxckpt._parsing import (
     HEAD_BYTES,
     begins_like_ours,
@@ -116,8 +117,7 @@ class LeafFile:
         """
         for name in names:
             if name not in self.header.layout:
-                near = ", ".join(near_names(name, self.header.layout)) or "none"
-                raise KeyError(f"{self.path}: no leaf {name!r}; near names: {near}")
+                raise KeyError(f"{self.path}: {self._explain_absence(name)}")
         arrays = {n: self._allocate(n) for n in names if n in self.header.tensors}
         self.fill({name: as_bytes(array) for name, array in arrays.items()})
         with error_context(self.path, "cannot read"):
@@ -175,6 +175,15 @@ class LeafFile:
         except UnicodeDecodeError as error:
             raise self._damaged(self.header.tensors[name]) from error
 
+    def _explain_absence(self, name: object) -> str:
+        if not isinstance(name, str):
+            return f"leaf names are strings, found {name!r}"
+        below = [leaf for leaf in self.header.layout if relative_name(leaf, name)]
+        if below:
+            return f"{name} is no leaf; below it are {', '.join(below[:3])}"
+        near = ", ".join(near_names(name, self.header.layout)) or "none"
+        return f"no leaf {name!r}; near names: {near}"
+
     def _iter_boxes(self, name: str) -> Iterator[Index]:
         spec = self.header.layout[name]
         itemsize = STORED_DTYPES[spec.payload_dtype].itemsize
@@ -215,7 +224,11 @@ class LeafFile:
 
     def _read_exactly(self, buffers: Sequence[Buffer], begin: int, name: str) -> None:
         if not self._close.alive:
-            raise ValueError(f"{self.path}: the checkpoint is closed")
+            raise InvalidArgumentError(
+                "the checkpoint is closed",
+                path=self.path,
+                hint="open it again, and read before leaving the with block",
+            )
         expected = sum(len(buffer) for buffer in buffers)
         start = self.header.nbytes + begin
         if (done := read_into(self._fd, buffers, start)) != expected:

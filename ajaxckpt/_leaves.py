@@ -23,6 +23,7 @@ from ajaxckpt._dtypes import STORED_DTYPES, stored_dtype
 from ajaxckpt._errors import UnsupportedLeafError
 from ajaxckpt._layout import MAX_AXES, TEXT_KINDS, Kind, LeafSpec, is_key_type
 from ajaxckpt._payload import LeafData, Part, whole_leaf
+from ajaxckpt._plain import plain_text
 from ajaxckpt._scalars import Value, encode_scalar, encode_text
 
 _SCALAR_KINDS: Mapping[type, Kind] = {
@@ -148,7 +149,7 @@ def enum_name(name: str, member: enum.Enum) -> str:
         text = "|".join(str(part.name) for part in member)
     else:
         text = member.name
-    if find_member(type(member), text) is not member:
+    if find_member(type(member), text) is not member or plain_text(text) is None:
         raise _refuse(name, f"{member!r} has no name of its own", _ALTERNATIVES)
     return text
 
@@ -169,7 +170,7 @@ def function_name(leaf: Any) -> str:
     """Return the qualified name that stands for a callable in the file."""
     module = getattr(leaf, "__module__", None) or type(leaf).__module__
     name = getattr(leaf, "__qualname__", None) or type(leaf).__qualname__
-    return f"{module}.{name}"
+    return plain_text(f"{module}.{name}") or type(leaf).__qualname__
 
 
 def scalar_value(name: str, leaf: Any, spec: LeafSpec) -> Value:
@@ -211,8 +212,21 @@ def _shard_parts(array: jax.Array) -> list[Part]:
     return parts
 
 
-def leaf_data(leaf: Any, spec: LeafSpec) -> LeafData | bytes:
-    """Bring a leaf with a payload to the host: views where that is possible."""
+def leaf_data(name: str, leaf: Any, spec: LeafSpec) -> LeafData | bytes:
+    """Bring a leaf with a payload to the host: views where that is possible.
+
+    Raises:
+        UnsupportedLeafError: it was donated since the save began.
+    """
+    try:
+        return _leaf_data(leaf, spec)
+    except RuntimeError:
+        if (error := find_unsavable([(name, leaf)])) is not None:
+            raise error from None
+        raise
+
+
+def _leaf_data(leaf: Any, spec: LeafSpec) -> LeafData | bytes:
     if spec.kind in TEXT_KINDS:
         return encode_text(leaf)
     row = STORED_DTYPES[spec.dtype]
@@ -220,8 +234,9 @@ def leaf_data(leaf: Any, spec: LeafSpec) -> LeafData | bytes:
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array):
         return whole_leaf(np.asarray(leaf), row, frozen=spec.kind == "numpy scalar")
+    # on CPU an array may share memory with numpy's, which others may write
     on_host = next(iter(leaf.sharding.device_set)).platform == "cpu"
     if on_host and len(leaf.sharding.device_set) == 1:
-        return whole_leaf(np.asarray(leaf), row, frozen=True)
-    shape = tuple(leaf.shape)
-    return LeafData(row=row, shape=shape, parts=_shard_parts(leaf), frozen=True)
+        return whole_leaf(np.asarray(leaf), row, frozen=False)
+    shape, parts = tuple(leaf.shape), _shard_parts(leaf)
+    return LeafData(row=row, shape=shape, parts=parts, frozen=not on_host)

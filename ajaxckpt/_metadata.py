@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ajaxckpt._patterns import parse_pattern
+from ajaxckpt._patterns import split_pattern
 from ajaxckpt._plain import FLOAT_TAG, MAX_STEP, Json, is_readable, read_json
 
+MAX_EXCLUDED = 10_000  # characters of all patterns together
 _ID = re.compile("[!-~]{1,64}")
 _OTHER_IDS = ("run_id", "parent_id")
 
@@ -103,6 +104,8 @@ def read_metadata(facts: Mapping[str, Any]) -> Metadata:
     )
     if not sound:
         raise ValueError("metadata")
+    if sum(map(len, excluded)) > MAX_EXCLUDED:
+        raise ValueError("excluded")
     for pattern in excluded:
-        parse_pattern(pattern)
+        split_pattern(pattern)
     return Metadata(**cast("Any", {**facts, "excluded": tuple(excluded)}))

@@ -250,11 +250,11 @@ def _read_tensor_leaf(facts: dict[str, Any], entry: _Entry) -> tuple[str, LeafSp
         key_impl=facts.get("impl", ""),
         key_words=words,
     )
-    _check_spec(spec, shape)
+    _check_spec(spec)
     return name, spec
 
 
-def _check_spec(spec: LeafSpec, shape: tuple[int, ...]) -> None:
+def _check_spec(spec: LeafSpec) -> None:
     """Refuse what no state can hold, however well its header is spelled."""
     is_key = spec.kind == "key"
     if is_key and not is_key_type(spec.key_impl, spec.key_words):
@@ -272,6 +272,7 @@ def _check_spec(spec: LeafSpec, shape: tuple[int, ...]) -> None:
     if len(spec.payload_shape) > MAX_AXES:
         raise ValueError("axes")
     # zeros aside: numpy refuses to build what would not fit an address space
-    size = math.prod(axis or 1 for axis in shape) * STORED_DTYPES[spec.dtype].itemsize
+    count = math.prod(axis or 1 for axis in spec.payload_shape)
+    size = count * STORED_DTYPES[spec.dtype].itemsize
     if size > _MAX_ARRAY_BYTES:
         raise ValueError("shape")

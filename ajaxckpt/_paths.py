@@ -21,7 +21,7 @@ from ajaxckpt._errors import (
 
 BUFFERS_PER_CALL = 512  # operating systems take 1,024
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a FIFO must not block the open
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a FIFO must not block the open
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _seek_lock = threading.Lock()
 
@@ -43,7 +43,11 @@ def resolve_path(path: str | os.PathLike[str]) -> str:
     if not text or "\0" in text or text.endswith((os.sep, os.altsep or os.sep)):
         hint = "pass the path of a file, such as runs/latest.safetensors"
         raise InvalidArgumentError(f"{text!r} is not the path of a file", hint=hint)
-    return os.path.abspath(os.path.expanduser(text))
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        hint = "write ./~… for a file of that name"
+        raise InvalidArgumentError(f"{text!r} names the home of nobody", hint=hint)
+    return os.path.abspath(expanded)
 
 
 def describe_file_type(mode: int) -> str:
@@ -91,7 +95,7 @@ def open_file(path: str) -> tuple[int, int]:
     try:
         # asked first: opening a socket fails, and opening a device may act on it
         _refuse_other_types(path, os.stat(path).st_mode)
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS | _NO_WAIT)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS | NO_WAIT)
     except FileNotFoundError:
         raise _not_found(path) from None
     try:

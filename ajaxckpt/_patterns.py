@@ -26,9 +26,10 @@ from ajaxckpt._grammar import (
     show,
     type_name,
 )
+from ajaxckpt._names import is_canonical
 
 # Compiling a pattern of stars takes milliseconds per hundred characters.
-_MAX_PATTERN_LENGTH = 10_000
+_MAX_PATTERN_LENGTH = 1_000
 _NEIGHBOURS = 100
 _SHOWN_NAMES = 10
 _STARRED_RUN = re.compile(rf"(?:\*|{CHAR})*")
@@ -55,7 +56,7 @@ class Pattern:
         return self._regex.match(name) is not None
 
 
-def parse_pattern(text: str) -> Pattern:
+def parse_pattern(text: object, argument: str = "pattern") -> Pattern:
     """Read a pattern: a name in which stars stand for what may vary.
 
     ``**`` stands for any number of segments, none too; ``*`` for one segment; ``*``
@@ -68,26 +69,32 @@ def parse_pattern(text: str) -> Pattern:
         >>> parse_pattern("**.Dense_*.kernel").matches("actor.params.Dense_0.kernel")
         True
     """
-    return _parse(text, "pattern")
+    segments = split_pattern(text, argument)
+    return Pattern(text=str(text), _regex=re.compile(_translate(segments)))
 
 
-def _parse(text: object, label: str) -> Pattern:
+def split_pattern(text: object, argument: str = "pattern") -> list[str]:
+    """Check a pattern's spelling without the cost of compiling it.
+
+    Raises:
+        InvalidArgumentError: a segment is neither a star nor spelled as in a name.
+    """
     if not isinstance(text, str):
         found = type_name(text)
-        raise InvalidArgumentError(f"{label}: expected a str pattern, found {found}")
+        raise InvalidArgumentError(f"{argument}: expected a str pattern, found {found}")
     if len(text) > _MAX_PATTERN_LENGTH:
         limit = f"longer than {_MAX_PATTERN_LENGTH} characters"
-        raise InvalidArgumentError(f"{label}={show(text)} is {limit}")
+        raise InvalidArgumentError(f"{argument}={show(text)} is {limit}")
     segments: list[str] = []
     try:
         segments.extend(scan(text, _scan_pattern_segment))
     except SpellingError as error:
-        problem = f"{label}={show(text, error.position)} is not a pattern"
+        problem = f"{argument}={show(text, error.position)} is not a pattern"
         place = f"position {error.position}: {error.problem}"
         start = sum(len(segment) + 1 for segment in segments)
         hint = _suggest_spelling(text, start)
         raise InvalidArgumentError(f"{problem}: {place}", hint=hint) from None
-    return Pattern(text=text, _regex=re.compile(_translate(segments)))
+    return segments
 
 
 def _scan_pattern_segment(text: str, start: int) -> int:
@@ -103,10 +110,20 @@ def _scan_pattern_segment(text: str, start: int) -> int:
 def _suggest_spelling(text: str, start: int) -> str:
     if text[start : start + 1] in ('"', "<"):
         return "copy the segment as the leaf's name spells it"
+    if (plain := _spell_path(text)) is not None:
+        return f"write {clip(plain)}"
     segment = text[start:].partition(".")[0]
     if "**" in segment:
         return f"write {clip(re.sub(r'[*]+', '*', segment))}"
     return f"quote the segment: {clip(quote(segment))}"
+
+
+def _spell_path(text: str) -> str | None:
+    """Return the name meant by a key path such as ['a'][0].b, or by stray dots."""
+    dotted = re.sub(r"\[(['\"]?)([^]'\"]*)\1\]", r".\2", text)
+    name = re.sub(r"\.{2,}", ".", dotted).strip(".")
+    changed = name and name != text
+    return name if changed and is_canonical(name) else None
 
 
 def _translate(segments: Iterable[str]) -> str:
@@ -155,8 +172,8 @@ def select_names(
         ['a.x', 'a.y']
     """
     selected: set[str] = set()
-    for text in _as_patterns(patterns, argument):
-        pattern = _parse(text, argument)
+    for text in as_patterns(patterns, argument):
+        pattern = parse_pattern(text, argument)
         found = [name for name in names if pattern.matches(name)]
         if not found:
             problem = f"{argument}={show(pattern.text)} selects no leaf"
@@ -166,10 +183,15 @@ def select_names(
     return selected
 
 
-def _as_patterns(patterns: object, argument: str) -> Iterable[object]:
+def as_patterns(patterns: object, argument: str) -> Iterable[object]:
+    """Return the patterns of an argument, of which a lone str is one.
+
+    Raises:
+        InvalidArgumentError: neither a str nor an iterable.
+    """
     if isinstance(patterns, str):
         return [patterns]
-    if isinstance(patterns, Iterable):
+    if isinstance(patterns, Iterable) and not isinstance(patterns, bytes):
         return cast("Iterable[object]", patterns)
     found = type_name(patterns)
     raise InvalidArgumentError(f"{argument}: expected patterns, found {found}")
@@ -192,29 +214,27 @@ def near_names(text: str, names: Iterable[str], limit: int = 3) -> list[str]:
     Only the neighbours of the text among names of about its depth, sorted from the
     front and from the back, are compared: a slip leaves one of the two ends intact.
     """
-    groups = _ancestors_by_depth(names)
     depth = len(SEGMENT.findall(text))
     pool: set[str] = set()
-    for group in (groups.get(depth + step, set[str]()) for step in (-1, 0, 1)):
+    for group in _ancestors_by_depth(names, (depth - 1, depth, depth + 1)).values():
         pool.update(_neighbours(text, sorted(group)))
         backwards = sorted(name[::-1] for name in group)
         pool.update(name[::-1] for name in _neighbours(text[::-1], backwards))
     return get_close_matches(text, pool, limit)
 
 
-def _ancestors_by_depth(names: Iterable[str]) -> dict[int, set[str]]:
-    """Group the names and all their ancestors by their number of segments."""
-    groups: dict[int, set[str]] = {}
+def _ancestors_by_depth(
+    names: Iterable[str], depths: Sequence[int]
+) -> dict[int, set[str]]:
+    """Return the names and ancestors of names that have so many segments."""
+    groups: dict[int, set[str]] = {depth: set() for depth in depths}
     for name in names:
         if len(name) > EVERYDAY_LENGTH:
             continue
         ends = [match.end() for match in SEGMENT.finditer(name)]
-        for depth in range(len(ends), 0, -1):
-            group = groups.setdefault(depth, set())
-            ancestor = name[: ends[depth - 1]]
-            if ancestor in group:
-                break
-            group.add(ancestor)
+        for depth, group in groups.items():
+            if 0 < depth <= len(ends):
+                group.add(name[: ends[depth - 1]])
     return groups
 
 

@@ -7,7 +7,6 @@ order, cut into boxes: index ranges whose elements follow each other in the file
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ def iter_boxes(
         yield whole
         return
     rows, length = max(1, limit // inner), shape[axis - 1]
-    for outer in itertools.product(*map(range, shape[: axis - 1])):
+    for outer in np.ndindex(shape[: axis - 1]):
         head = tuple(slice(i, i + 1) for i in outer)
         for start in range(0, length, rows):
             yield (*head, slice(start, min(start + rows, length)), *whole)

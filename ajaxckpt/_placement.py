@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ajaxckpt._device_arrays import restore_on_devices
-from ajaxckpt._layout import ARRAY_KINDS
+from ajaxckpt._layout import ARRAY_KINDS, LeafSpec
 from ajaxckpt._leaves import find_member
 from ajaxckpt._payload import Array, as_bytes
 from ajaxckpt._places import LeafSource, Target, common_place, storage_dtype
@@ -56,17 +56,16 @@ def _neutral_context() -> Generator[None]:
         yield
 
 
-def _host_kind(target: Target) -> str:
-    """Return as what a leaf comes back: jax, numpy or numpy scalar."""
-    like = target.like
+def array_form(like: Any, spec: LeafSpec) -> str:
+    """Return as what an array comes back: jax, numpy or numpy scalar."""
     if isinstance(like, np.generic):
-        return "numpy" if target.spec.shape else "numpy scalar"
+        return "numpy" if spec.shape else "numpy scalar"
     if isinstance(like, np.ndarray):
         return "numpy"
     unplaced = isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None
     if isinstance(like, jax.Array) or not (unplaced or _is_python(like)):
         return "jax"
-    return "jax" if target.spec.kind == "key" else target.spec.kind
+    return "jax" if spec.kind == "key" else spec.kind
 
 
 def _is_python(like: Any) -> bool:
@@ -78,7 +77,8 @@ def _finish_numpy(buffer: Array, target: Target) -> Any:
     order = getattr(getattr(target.like, "dtype", None), "byteorder", "=")
     if order == ">":
         buffer = buffer.byteswap(inplace=True).view(buffer.dtype.newbyteorder(">"))
-    return buffer[()] if _host_kind(target) == "numpy scalar" else buffer
+    form = array_form(target.like, target.spec)
+    return buffer[()] if form == "numpy scalar" else buffer
 
 
 def _restore_on_host(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def restore_leaves(
     by_form: dict[str, list[Target]] = defaultdict(list)
     for target in targets:
         arrays = target.spec.kind in ARRAY_KINDS or target.spec.kind == "key"
-        form = _host_kind(target) if arrays else "value"
+        form = array_form(target.like, target.spec) if arrays else "value"
         by_form["host" if form.startswith("numpy") else form].append(target)
     leaves = _restore_values(by_form["value"], source)
     leaves.update(_restore_on_host(by_form["host"], source))

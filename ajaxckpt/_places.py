@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -90,6 +91,25 @@ def find_indivisible(like: Any, shape: tuple[int, ...]) -> str | None:
     except ValueError:
         return f"{sharding} does not divide {list(shape)} evenly"
     return None
+
+
+@cache
+def can_hold(dtype: str) -> bool:
+    """Tell whether this JAX has arrays of a dtype that numpy has."""
+    row = STORED_DTYPES[dtype]
+    if row.dtype is None:
+        return False
+    try:
+        with jax.enable_x64(True), jax.transfer_guard("allow"):
+            jax.block_until_ready(jax.device_put(np.zeros((), row.dtype)))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def is_x64() -> bool:
+    """Tell whether this JAX makes 64-bit arrays of Python numbers."""
+    return bool(cast("Any", jax.config).jax_enable_x64)
 
 
 def common_place(skeleton: Iterable[Any]) -> Place:

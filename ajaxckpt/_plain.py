@@ -6,18 +6,24 @@ Knows JSON, numpy scalars and whatever looks like them; knows no leaves or files
 from __future__ import annotations
 
 import dataclasses
+import enum
+import json
 import math
 import operator
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 
+from ajaxckpt._dtypes import stored_dtype
 from ajaxckpt._errors import InvalidArgumentError
 
 MAX_DEPTH = 64
 MAX_INT_BITS = 2048  # below the shortest digit limit that Python can be set to
 MAX_STEP = 2**63 - 1
+_INTEGER = re.compile(r"u?int[0-9]+")
 # JSON has no words for these floats; an object of this one key stands for them
 FLOAT_TAG = "__float__"
 
@@ -44,12 +50,29 @@ def _scalar(value: object, argument: str, place: str) -> object:
     if not hasattr(value, "dtype") or getattr(value, "shape", None) != ():
         return value
     array = _read_array(value, argument, place)
-    if array.dtype.kind in "biu":
-        return array.item()
-    try:
-        return float(array) if array.dtype.kind != "c" else value
-    except (TypeError, ValueError):
+    if (row := stored_dtype(array.dtype)) is None or array.dtype.kind == "c":
         return value
+    return int(array) if _INTEGER.match(row.name) else _python_float(array)
+
+
+def _python_float(array: np.ndarray[Any, Any]) -> bool | float:
+    return bool(array) if array.dtype.kind == "b" else float(array)
+
+
+def plain_text(value: str) -> str | None:
+    """Return a str as the header can hold it, None if JSON would change it.
+
+    JSON joins a pair of surrogates to the one character they stand for.
+    """
+    text = str.__str__(value)
+    return text if text.isascii() or json.loads(json.dumps(text)) == text else None
+
+
+def _plain_str(value: str, argument: str, place: str) -> str:
+    if (text := plain_text(value)) is None:
+        hint = "join them: text.encode('utf-16', 'surrogatepass').decode('utf-16')"
+        raise _refuse(argument, place, "a str that holds a surrogate pair", hint)
+    return text
 
 
 def _plain_number(value: int | float, argument: str, place: str) -> Json:
@@ -73,7 +96,8 @@ def _plain_mapping(
         if not isinstance(key, str):
             why = f"the key {key!r} is a {type(key).__name__}, not a str"
             raise _refuse(argument, place, why, "turn the keys into strings")
-        plain[str(key)] = plain_json(item, argument, f"{place}.{key}", depth + 1)
+        text = _plain_str(key, argument, place)
+        plain[text] = plain_json(item, argument, f"{place}.{text}", depth + 1)
     return plain
 
 
@@ -92,7 +116,7 @@ def plain_json(value: object, argument: str, place: str = "", depth: int = 0) ->
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str(value)
+        return _plain_str(value, argument, place)
     if isinstance(value, int | float):
         return _plain_number(value, argument, place)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -108,8 +132,17 @@ def plain_json(value: object, argument: str, place: str = "", depth: int = 0) ->
             for i, item in enumerate(sequence)
         ]
     name = type(value).__name__
-    hint = "pass numbers, strings, lists and mappings, such as value.tolist()"
-    raise _refuse(argument, place, f"a {name} is not JSON-like data", hint)
+    raise _refuse(argument, place, f"a {name} is not JSON-like data", _way_out(value))
+
+
+def _way_out(value: object) -> str:
+    if hasattr(value, "tolist"):
+        return "pass value.tolist()"
+    if callable(value) or isinstance(value, enum.Enum | os.PathLike):
+        return "pass its name, as a str"
+    if hasattr(value, "__dict__"):
+        return "pass vars(value), or a dataclass"
+    return "pass numbers, strings, lists and mappings"
 
 
 def read_json(value: Json) -> Json:

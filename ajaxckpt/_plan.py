@@ -12,14 +12,21 @@ from ajaxckpt._decisions import (
     Patterns,
     advise,
     file_name,
-    note_excluded,
+    note_absences,
     plan_layouts,
 )
 from ajaxckpt._errors import LayoutMismatchError
-from ajaxckpt._layout import Layout, LeafSpec, Mismatch
+from ajaxckpt._layout import (
+    ARRAY_KINDS,
+    NUMBER_KINDS,
+    X64_DTYPES,
+    Layout,
+    LeafSpec,
+    Mismatch,
+)
 from ajaxckpt._leaves import find_member, function_name
-from ajaxckpt._placement import restore_leaves
-from ajaxckpt._places import Target, find_indivisible
+from ajaxckpt._placement import array_form, restore_leaves
+from ajaxckpt._places import Target, can_hold, find_indivisible, is_x64
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._tree import FlatState, unflatten_state
 
@@ -41,6 +48,30 @@ def _find_indivisible(
         return None
     return Mismatch(
         name=name, problem="shape", expected=expected, found=found, note=note
+    )
+
+
+def _find_unholdable(
+    name: str, like: Any, expected: LeafSpec, found: LeafSpec
+) -> Mismatch | None:
+    """Refuse a dtype that numpy has and this JAX has not, where JAX is to hold it."""
+    arrays = found.kind in ARRAY_KINDS and array_form(like, found) == "jax"
+    if not arrays or found.dtype == expected.dtype or can_hold(found.dtype):
+        return None
+    note = f"this JAX has no arrays of {found.dtype}"
+    return Mismatch(
+        name=name, problem="dtype", expected=expected, found=found, note=note
+    )
+
+
+def _find_wide(name: str, expected: LeafSpec, found: LeafSpec) -> Mismatch | None:
+    """Refuse a 64-bit jax leaf for a number that this JAX would make a narrow one."""
+    wide = found.kind == "jax" and found.dtype in X64_DTYPES
+    if not (wide and expected.kind in NUMBER_KINDS) or is_x64():
+        return None
+    note = "x64 is off here: jax.config.update('jax_enable_x64', True)"
+    return Mismatch(
+        name=name, problem="dtype", expected=expected, found=found, note=note
     )
 
 
@@ -152,7 +183,12 @@ def make_plan(
         _find_indivisible(name, flat.leaves[name], skeleton[name], file[name])
         for name in decisions.load
     ]
-    found = (item for item in (*lost, *split) if item is not None)
+    unheld = [
+        _find_unholdable(name, flat.leaves[name], skeleton[name], file[name])
+        for name in decisions.load
+    ]
+    wide = [_find_wide(name, skeleton[name], file[name]) for name in decisions.load]
+    found = (item for item in (*lost, *split, *unheld, *wide) if item is not None)
     mismatches = (*decisions.mismatches, *found)
     excluded = tuple(checkpoint.excluded)
     return RestorePlan(
@@ -160,7 +196,7 @@ def make_plan(
         subtree=subtree,
         decisions=replace(
             decisions,
-            mismatches=tuple(note_excluded(m, subtree, excluded) for m in mismatches),
+            mismatches=note_absences(mismatches, subtree, excluded, decisions.ignore),
         ),
         notes=_note_functions(functions, flat, stored),
         _checkpoint=checkpoint,

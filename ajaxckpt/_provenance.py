@@ -6,6 +6,7 @@ of states or files.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -33,7 +34,10 @@ def _versions() -> dict[str, str]:
 
 def _ask_git(directory: str, *arguments: str) -> str | None:
     """Return what git prints, None where it fails, is missing or takes too long."""
-    command = ("git", "-C", directory, "--no-optional-locks", *arguments)
+    # no hook, no monitor: the repository's own configuration must run nothing
+    options = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+    command = ("git", "-C", directory, *options, "--no-optional-locks", *arguments)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
         done = subprocess.run(
             command,
@@ -42,6 +46,7 @@ def _ask_git(directory: str, *arguments: str) -> str | None:
             timeout=_GIT_SECONDS,
             check=True,
             stdin=subprocess.DEVNULL,
+            env=environment,
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
@@ -61,18 +66,16 @@ def _git_facts(directory: str) -> dict[str, str | bool | None]:
     }
 
 
-def _user_directories() -> list[str]:
-    """Return where the user's code may lie: beside the script, or right here."""
+def _user_directory() -> str:
+    """Return where the user's code lies: beside the script, or right here."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    beside = [os.path.dirname(os.path.abspath(script))] if script else []
-    return [*beside, os.getcwd()]
+    return os.path.dirname(os.path.abspath(script)) if script else os.getcwd()
 
 
 def gather_provenance() -> dict[str, str | bool | None]:
     """Return the time in UTC, package versions and the user's git commit."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts: dict[str, str | bool | None] = {"time": now, **_versions()}
-    for directory in _user_directories():
-        if commit := _git_facts(directory):
-            return {**facts, **commit}
+    with contextlib.suppress(OSError):  # the directory may be gone: still a save
+        facts.update(_git_facts(_user_directory()))
     return facts

@@ -95,7 +95,7 @@ def _conclusion(
     if comparison.unequal:
         unequal = f"{len(comparison.unequal):,} differ in value, see --values"
         return f"same layout: {leaves}, of which {unequal}"
-    return f"equal: {leaves}, layout and values"
+    return f"equal: {leaves}, layout and values, by the digests in the files"
 
 
 def diff_document(

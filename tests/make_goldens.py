@@ -58,16 +58,24 @@ def dtypes_state() -> dict[str, Any]:
             "float8_e8m0fnu": jax.device_put(_host([1, 2, 0.5], "float8_e8m0fnu")),
             "bool": jnp.asarray([True, False, True]),
             "complex64": jnp.asarray([1 - 2j], jnp.complex64),
-            "int1": jax.device_put(_host([0, -1], "int1")),
         },
         "numpy": {
             **{name: _host([1, -2, 0.5], name) for name in HOST_FLOATS},
             "int64": np.asarray([1, -2, 2**62], np.int64),
             "uint64": np.asarray([1, 2, 2**64 - 1], np.uint64),
-            "uint1": _host([0, 1], "uint1"),
             "complex128": np.asarray([[1 - 2j], [0.5j]]),
             "big_endian": np.asarray([1, -2], ">i2"),
         },
+    }
+
+
+def newest_dtypes_state() -> dict[str, Any]:
+    """Return a leaf of every dtype that only a newer ml_dtypes has."""
+    return {
+        "bcomplex32": _host([1 - 2j], "bcomplex32"),
+        "complex32": _host([1 - 2j], "complex32"),
+        "int1": _host([0, -1], "int1"),
+        "uint1": _host([0, 1], "uint1"),
     }
 
 
@@ -225,6 +233,8 @@ def make_goldens() -> Mapping[str, bytes]:
         "newer-format": _newer(run),
         "not-a-checkpoint": _foreign(),
     }
+    if hasattr(ml_dtypes, "complex32"):
+        files["newest-dtypes"] = encode_state(newest_dtypes_state(), PLAIN)
     return {f"{name}.safetensors": data for name, data in files.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import make_goldens
+import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
@@ -20,6 +21,7 @@ import xxhash
 from ajaxckpt import (
     CheckpointError,
     DamagedCheckpointError,
+    InvalidArgumentError,
     LayoutMismatchError,
     NewerFormatError,
     NotACheckpointError,
@@ -52,7 +54,6 @@ DTYPES: dict[str, Row] = {
     # no sign and no mantissa: 1, 2, 0.5
     "jax.float8_e8m0fnu": ("float8_e8m0fnu[3]", "7f 80 7e"),
     # 0, -1
-    "jax.int1": ("int1[2]", "00 01"),
     # 1, -2, 0
     "jax.int16": ("int16[3]", "0100 feff 0000"),
     "jax.int2": ("int2[3]", "01 02 00"),
@@ -80,7 +81,6 @@ DTYPES: dict[str, Row] = {
         "numpy int64[3]",
         "0100000000000000 feffffffffffffff 0000000000000040",
     ),
-    "numpy.uint1": ("numpy uint1[2]", "00 01"),
     "numpy.uint64": (
         "numpy uint64[3]",
         "0100000000000000 0200000000000000 ffffffffffffffff",
@@ -148,6 +148,12 @@ RUN: dict[str, Row] = {
         "00000000 0000803f 00000040 00004040 00008040 0000a040",
     ),
     "step": ("int32[]", "90010000"),
+}
+NEWEST: dict[str, Row] = {
+    "bcomplex32": ("numpy bcomplex32[1]", "803f00c0"),
+    "complex32": ("numpy complex32[1]", "003c00c0"),
+    "int1": ("numpy int1[2]", "00 01"),
+    "uint1": ("numpy uint1[2]", "00 01"),
 }
 LONE: dict[str, Row] = {"": ("int16[3]", "0000 0100 0200")}
 WHOLE: dict[str, dict[str, Row]] = {
@@ -231,6 +237,19 @@ def test_a_golden_opens_and_every_leaf_is_as_written(name: str) -> None:
                 words = len(payload) // 4 // math.prod(shape) if kind == "key" else 0
                 assert found.shape == (*shape, *([words] if words else []))
         assert checkpoint.digest == digest_by_hand(table)
+
+
+def test_a_golden_of_newer_dtypes_opens_and_names_what_is_not_here() -> None:
+    path = golden("newest-dtypes")
+    assert verify_checkpoint(path).digest == digest_by_hand(NEWEST)
+    with open_checkpoint(path) as checkpoint:
+        for leaf, row in NEWEST.items():
+            assert str(checkpoint.layout[leaf]) == row[0]
+            if hasattr(ml_dtypes, leaf):
+                assert checkpoint[leaf].tobytes() == bytes.fromhex(row[1])
+                continue
+            with pytest.raises(InvalidArgumentError, match=f"has no dtype {leaf}"):
+                checkpoint[leaf]
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -415,7 +434,7 @@ def test_a_golden_with_a_damaged_payload_names_the_leaf() -> None:
 
 
 def test_every_golden_is_tested_and_none_is_lost() -> None:
-    names = {*WHOLE, *REFUSED, "damaged-payload"}
+    names = {*WHOLE, *REFUSED, "damaged-payload", "newest-dtypes"}
     assert {path.name for path in GOLDENS.iterdir()} == {
         f"{name}.safetensors" for name in names
     }

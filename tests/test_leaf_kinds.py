@@ -81,7 +81,6 @@ FITS = {
     "int, numpy scalar": (0, np.int64(3)),
     "bool, int": (False, 3),
     "int, float": (0, 1.5),
-    "int, float64 of jax": (0, strong((), np.float64)),
     # so does a weak type, up to 64 bits
     "weak int, float": (weak((3,), np.int32), strong((3,))),
     "weak int, weak float": (weak((3,), np.int32), weak((3,))),
@@ -171,6 +170,9 @@ MISFITS = {
     "int32, int64": (strong((3,), np.int32), strong((3,), np.int64), "dtype"),
     "weak int32, int64": (weak((3,), np.int32), strong((3,), np.int64), "dtype"),
     "weak float32, float64": (weak(()), strong((), np.float64), "dtype"),
+    # a number is as wide as x64 says: the next step would narrow what came back
+    "float, float64 of jax": (0.5, strong((), np.float64), "dtype"),
+    "int, int64 of jax": (0, strong((), np.int64), "dtype"),
     "weak float32, numpy int64": (weak(()), host((), np.int64), "dtype"),
     "weak complex64, uint64": (
         weak((), np.complex64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import math
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from identical import assert_identical
@@ -38,10 +40,7 @@ from ajaxckpt import (
     save_checkpoint,
 )
 
-BUILD_HINT = (
-    "To mend: build the skeleton with the configuration that saved this file, or name "
-    "the exceptions: keep=, ignore= or resize="
-)
+BUILD_HINT = "To mend: build the skeleton with the configuration that saved this file"
 
 
 class Phase(enum.Enum):
@@ -378,7 +377,8 @@ def test_all_mismatches_stand_in_one_error_in_the_skeletons_order(path: Path) ->
         "  critic: expected float32[3], found nothing",
         "  key: expected key<threefry2x32>[], found key<rbg>[]",
         "  actor.old: expected nothing, found float32[2]",
-        BUILD_HINT,
+        f"{BUILD_HINT}, or name the exceptions: keep= for what the file lacks, "
+        "ignore= for what the skeleton lacks, resize= for other shapes",
     ]
     assert [(item.name, item.problem) for item in error.mismatches] == [
         ("actor.b", "dtype"),
@@ -418,7 +418,7 @@ def test_a_deeper_network_lists_ten_leaves_and_counts_the_rest(path: Path) -> No
         assert line.startswith(start)
         assert line.endswith(", found nothing")
     assert more == "  and 6 more"
-    assert hint == BUILD_HINT
+    assert hint == f"{BUILD_HINT}, or name the exceptions: keep=…"
     assert len(error.mismatches) == 16
 
 
@@ -482,9 +482,131 @@ def test_a_leading_axis_too_many_in_the_skeleton_is_hinted_at(path: Path) -> Non
 
 def test_other_shapes_are_no_leading_axis(path: Path) -> None:
     save_checkpoint({**_seeds(5), "w": _zeros(6, 8, 4)}, path)
-    assert _last_line(_refuse(_one_seed(), path)) == BUILD_HINT
+    resize = f"{BUILD_HINT}, or name the exceptions: resize="
+    assert _last_line(_refuse(_one_seed(), path)).startswith(resize)
     save_checkpoint({**_one_seed(), "w": _zeros(8, 4, 5)}, path)
-    assert _last_line(_refuse(_one_seed(), path)) == BUILD_HINT
+    assert _last_line(_refuse(_one_seed(), path)).startswith(resize)
+
+
+def test_the_hint_names_the_argument_that_helps_and_it_does(path: Path) -> None:
+    saved = {"w": _zeros(3), "n": jnp.asarray(1)}
+    save_checkpoint(saved, path)
+    for skeleton, argument, name in (
+        ({**saved, "ema": _zeros(3)}, "keep", "ema"),
+        ({"w": _zeros(3)}, "ignore", "n"),
+        ({**saved, "w": _zeros(4)}, "resize", "w"),
+    ):
+        hint = _last_line(_refuse(skeleton, path))
+        assert hint == f"{BUILD_HINT}, or name the exceptions: {argument}=({name!r},)"
+        restore_into(skeleton, path, **{argument: (name,)})
+    hint = _last_line(_refuse({**saved, "w": _zeros(3, dtype=np.float16)}, path))
+    leave_out = "only keep= and ignore= can leave out what is of another dtype or kind"
+    assert hint == f"{BUILD_HINT}; {leave_out}"
+
+
+def test_what_is_ignored_and_wanted_says_so(path: Path) -> None:
+    save_checkpoint({"w": _zeros(3), "n": 1}, path)
+    error = _refuse({"w": _zeros(3), "n": 1}, path, ignore="w")
+    assert "w: expected float32[3], found nothing (ignored by ignore=)" in str(error)
+
+
+@pytest.mark.parametrize("keep", ["", "**", ("w", "n")])
+def test_keep_of_everything_restores_nothing_and_is_refused(
+    path: Path, keep: Any
+) -> None:
+    save_checkpoint({"w": _zeros(3), "n": 1}, path)
+    with pytest.raises(InvalidArgumentError, match="nothing would be restored"):
+        restore_into({"w": _zeros(3), "n": 1}, path, keep=keep)
+
+
+@pytest.mark.parametrize("patterns", [None, 5, b"w", (None,)])
+def test_what_is_no_pattern_is_refused_whatever_the_argument(
+    path: Path, patterns: Any
+) -> None:
+    state = {"w": _zeros(3), "n": 1}
+    with pytest.raises(InvalidArgumentError, match="exclude: expected"):
+        save_checkpoint(state, path, exclude=patterns)
+    assert not path.exists()
+    save_checkpoint(state, path)
+    for argument in ("keep", "ignore", "resize"):
+        with pytest.raises(InvalidArgumentError, match=f"{argument}: expected"):
+            restore_into(state, path, **{argument: patterns})
+
+
+def test_a_dtype_that_only_numpy_has_goes_to_no_jax_leaf(path: Path) -> None:
+    scalar = np.zeros((), ml_dtypes.float8_e4m3)
+    for dtype in (ml_dtypes.float6_e2m3fn, scalar.dtype):
+        save_checkpoint({"a": np.zeros((), dtype)}, path)
+        try:
+            jax.device_put(np.zeros((), dtype))
+        except (TypeError, ValueError, RuntimeError):
+            assert "this JAX has no arrays" in str(
+                _refuse({"a": jnp.asarray(0.0)}, path)
+            )
+        else:
+            assert restore_into({"a": jnp.asarray(0.0)}, path)["a"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (argparse.Namespace(lr=1), "pass vars(value), or a dataclass"),
+        (Path("runs"), "pass its name, as a str"),
+        (Phase.TRAIN, "pass its name, as a str"),
+        (jnp.tanh, "pass its name, as a str"),
+        (np.zeros(2), "pass value.tolist()"),
+    ],
+)
+def test_a_refused_config_names_the_way_out(path: Path, value: Any, hint: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        save_checkpoint({"w": 1}, path, config={"x": value})
+    assert raised.value.hint == hint
+
+
+def test_config_values_come_back_as_they_were_given(path: Path) -> None:
+    class Act(str, enum.Enum):  # noqa: UP042 - what users still write
+        RELU = "relu"
+
+    config = {"seed": np.str_("007"), "act": Act.RELU, Act.RELU: jnp.int4(3)}
+    config["big"] = np.int64(2**60 + 1)
+    save_checkpoint({"w": 1}, path, config=config)
+    with open_checkpoint(path) as checkpoint:
+        read = checkpoint.config
+    assert read == {"seed": "007", "act": "relu", "relu": 3, "big": 2**60 + 1}
+    assert [type(value) for value in read.values()] == [str, str, int, int]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "\ud83d\ude00",
+        {"\ud83d\ude00": 1},
+        np.timedelta64(5, "ns"),
+        np.array(2**70, dtype=object),
+        np.longdouble(1),
+    ],
+)
+def test_config_values_that_would_change_are_refused(path: Path, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        save_checkpoint({"w": 1}, path, config={"x": value})
+    assert not path.exists()
+
+
+def test_a_zero_size_array_of_huge_axes_comes_back(path: Path) -> None:
+    empty = np.zeros((0, 2**57), np.complex128)
+    save_checkpoint({"e": empty}, path)
+    assert restore_into({"e": empty}, path)["e"].shape == empty.shape
+
+
+def test_looking_up_a_node_says_what_is_below(path: Path) -> None:
+    save_checkpoint({"actor": {"w": _zeros(3), "b": 2}}, path)
+    with open_checkpoint(path) as checkpoint:
+        with pytest.raises(KeyError, match=r"actor is no leaf; below it are actor\.b"):
+            checkpoint["actor"]
+        assert checkpoint.get("actor") is None
+        assert checkpoint.get(5) is None  # type: ignore[call-overload]
+    with pytest.raises(InvalidArgumentError, match="the checkpoint is closed"):
+        checkpoint["actor.w"]
 
 
 # named exceptions -------------------------------------------------------------

@@ -614,13 +614,16 @@ def test_all_short_globs_match_as_the_slow_reference():
 
 
 NOT_PATTERNS = [
-    ("opt[0]", "opt[0]", 3, "'[' stands only in quotes", 'quote the segment: "opt[0]"'),
+    ("opt[0]", "opt[0]", 3, "'[' stands only in quotes", "write opt.0"),
+    ("['opt'][0]", "['opt'][0]", 0, "'[' stands only in quotes", "write opt.0"),
+    (".opt.", ".opt.", 0, "a segment is empty", "write opt"),
+    ("opt?", "opt?", 3, "'?' stands only in quotes", 'quote the segment: "opt?"'),
     ("a.b?.c", "a.b?.c", 3, "'?' stands only in quotes", 'quote the segment: "b?"'),
     ("a.{1}", "a.{1}", 2, "'{' stands only in quotes", 'quote the segment: "{1}"'),
     ("*.a b", "*.a b", 3, "a blank stands only in quotes", 'quote the segment: "a b"'),
     ("a*]", "a*]", 2, "']' stands only in quotes", 'quote the segment: "a*]"'),
     ("007", "007", 0, "007 stands only in quotes", 'quote the segment: "007"'),
-    ("a..b", "a..b", 2, "a segment is empty", 'quote the segment: ""'),
+    ("a..b", "a..b", 2, "a segment is empty", "write a.b"),
     (
         "\ud800",
         r"\ud800",
@@ -675,7 +678,7 @@ def test_the_hint_of_a_bad_pattern_is_a_pattern():
 
 
 def test_overlong_patterns_are_refused():
-    assert parse_pattern("a" * 10_000).matches("a" * 10_000)
+    assert parse_pattern("a" * 1_000).matches("a" * 1_000)
     with pytest.raises(InvalidArgumentError) as caught:
         parse_pattern("a" * 10_001)
     assert str(caught.value) == (
