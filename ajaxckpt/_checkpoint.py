@@ -21,6 +21,7 @@ import jax
 
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
+    CheckpointError,
     InvalidArgumentError,
     UnsupportedLeafError,
     error_context,
@@ -86,9 +87,20 @@ def _collect(state: Any, exclude: tuple[str, ...]) -> StateData:
     )
 
 
+def _holds_leaves(path: str) -> bool:
+    """Tell whether what is at a path may hold a state: all but an empty one."""
+    if is_missing(path):
+        return False
+    try:
+        with Checkpoint(path) as checkpoint:
+            return len(checkpoint) > 0
+    except CheckpointError:
+        return True
+
+
 def _refuse_nothing(data: StateData, excluded: tuple[str, ...], target: str) -> None:
-    """Keep a state without leaves from replacing a file: a train that returned None."""
-    if data.layout or (is_missing(target) and not excluded):
+    """Keep a state without leaves from replacing one with: a train without return."""
+    if data.layout or not (excluded or _holds_leaves(target)):
         return
     why = "exclude= selects every leaf" if excluded else "the state has no leaves"
     raise InvalidArgumentError(

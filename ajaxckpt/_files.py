@@ -176,6 +176,15 @@ def _discard(path: str) -> None:
         os.unlink(path)
 
 
+def _above_standard(fd: int) -> int:
+    """Move a descriptor out of 0 to 2: with stderr closed, logs would go into it."""
+    if fd > 2 or fcntl is None:
+        return fd
+    higher = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return higher
+
+
 def _create_temp(directory: str) -> tuple[str, int]:
     """Create and lock a new temp; its mode is the umask's.
 
@@ -186,7 +195,7 @@ def _create_temp(directory: str) -> tuple[str, int]:
         name = f".ajaxckpt-{secrets.token_hex(8)}.tmp"
         path = os.path.join(directory, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
-        fd = os.open(path, flags, 0o666)
+        fd = _above_standard(os.open(path, flags, 0o666))
         try:
             if _lock(fd) is not False and os.fstat(fd).st_nlink:
                 return path, fd
@@ -255,7 +264,7 @@ def _keeping_lock(fd: int) -> Generator[None]:
         yield
         return
     try:
-        keeper = os.dup(fd)
+        keeper = _above_standard(os.dup(fd))
     except BaseException:
         os.close(fd)
         raise

@@ -172,7 +172,10 @@ class Inspection:
             ("checkpoint", escape(self.path)),
             ("step", step),
             ("metrics", _show_mapping(ckpt.metrics)),
-            ("config", "" if ckpt.config is None else _show_json(ckpt.config)),
+            (
+                "config",
+                "" if ckpt.config is None else shorten(_show_json(ckpt.config), 4000),
+            ),
             ("leaves", f"{len(ckpt):,}"),
             ("bytes", size),
             ("left out", ", ".join(map(escape, ckpt.excluded))),

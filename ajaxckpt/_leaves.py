@@ -10,7 +10,10 @@ Knows jax; knows nothing of trees, bytes or files.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
+import types
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -34,7 +37,15 @@ _SCALAR_KINDS: Mapping[type, Kind] = {
     str: "str",
     bytes: "bytes",
 }
-_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+# those that some JAX has; an unknown one is passed over
+_KEY_IMPLS = (
+    *("threefry2x32", "rbg", "unsafe_rbg"),
+    *("threefry4x32", "philox2x32", "philox4x32"),
+)
+_ARRAYS = (
+    *(np.ndarray, np.generic, jax.Array),
+    *(np.random.Generator, np.random.RandomState),
+)
 
 
 @cache
@@ -47,8 +58,9 @@ def _builtin_key_impls() -> Mapping[Any, tuple[str, int]]:
 
     table: dict[Any, tuple[str, int]] = {}
     for impl in _KEY_IMPLS:
-        key, data = jax.eval_shape(lambda impl=impl: shapes(impl))
-        table[key.dtype] = (impl, data.shape[-1])
+        with contextlib.suppress(ValueError):
+            key, data = jax.eval_shape(lambda impl=impl: shapes(impl))
+            table[key.dtype] = (impl, data.shape[-1])
     return table
 
 
@@ -136,11 +148,25 @@ def describe_leaf(name: str, leaf: Any) -> LeafSpec:
         length = len(encode_text(leaf)) if kind in TEXT_KINDS else 0
         return LeafSpec(kind=kind, length=length)
     if callable(leaf):
+        if _hides_arrays(leaf):
+            raise _refuse(name, "a callable that holds arrays", _ALTERNATIVES)
         return LeafSpec(kind="function")
     module, kind_name = type(leaf).__module__, type(leaf).__qualname__
     raise _refuse(
         name, f"a {module}.{kind_name} is no leaf that can be saved", _ALTERNATIVES
     )
+
+
+def _hides_arrays(leaf: Any) -> bool:
+    """Tell whether a callable is no mere code: arrays in it would be lost."""
+    held: list[Any] = []
+    for owner in (leaf, getattr(leaf, "__self__", None)):
+        if isinstance(owner, type | types.ModuleType):
+            continue
+        held += [owner, *getattr(owner, "__dict__", {}).values()]
+    if isinstance(leaf, functools.partial):
+        held += [*leaf.args, *leaf.keywords.values()]
+    return any(isinstance(item, _ARRAYS) for item in held)
 
 
 def enum_name(name: str, member: enum.Enum) -> str:

@@ -77,6 +77,30 @@ def _is_config(config: Json) -> bool:
     return named and is_readable(config)
 
 
+def find_unreadable(metadata: Metadata) -> str:
+    """Return why ``read_metadata`` would not give this back; empty if it would.
+
+    Asked before a byte is written: no save may return with a file that no reader
+    takes.
+    """
+    if (length := sum(map(len, metadata.excluded))) > MAX_EXCLUDED:
+        return f"exclude= has {length} characters, the limit is {MAX_EXCLUDED}"
+    facts = {key: getattr(metadata, key) for key in metadata.__dataclass_fields__}
+    text = dump_json(facts)
+    try:
+        again = json.loads(text)
+        read_metadata(again)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        return f"the metadata would not be read back: {error}"
+    return "" if dump_json(again) == text else "the metadata would come back changed"
+
+
 def read_metadata(facts: Mapping[str, Any]) -> Metadata:
     """Return the metadata that a header holds, after checking each type.
 

@@ -231,13 +231,15 @@ def _read_leaves(
 
 def _read_tensor_leaf(facts: dict[str, Any], entry: _Entry) -> tuple[str, LeafSpec]:
     name, tag, shape = entry
+    if not is_canonical(name):
+        raise ValueError("leaf name")
     kind = facts.get("kind", "jax")
     if kind in TEXT_KINDS:
         return name, LeafSpec(kind=kind, length=shape[0])
     dtype = facts.get("dtype", TAG_DTYPES.get(tag, tag))
     if dtype not in STORED_DTYPES:
         raise DamagedCheckpointError(
-            f"{name}: the dtype {str(dtype)[:32]!r} is unknown to this release",
+            f"{name[:80]}: the dtype {str(dtype)[:32]!r} is unknown to this release",
             hint="pip install --upgrade ajaxckpt",
         )
     words = shape[-1] if kind == "key" else 0

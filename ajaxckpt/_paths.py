@@ -37,6 +37,11 @@ def resolve_path(path: str | os.PathLike[str]) -> str:
         InvalidArgumentError: no local path of a file.
     """
     text = os.fsdecode(path)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        hint = "pass a path that the file system's encoding can spell"
+        raise InvalidArgumentError(f"{text!r} is no path", hint=hint) from None
     if _URL.match(text):
         hint = "pass a path on a local file system"
         raise InvalidArgumentError(f"{text!r} is a URL, not a local path", hint=hint)

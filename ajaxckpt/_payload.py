@@ -70,8 +70,10 @@ def iter_boxes(
         yield whole
         return
     rows, length = max(1, limit // inner), shape[axis - 1]
-    for outer in np.ndindex(shape[: axis - 1]):
-        head = tuple(slice(i, i + 1) for i in outer)
+    outer = shape[: axis - 1]
+    for count in range(math.prod(outer)):
+        place = np.unravel_index(count, outer) if outer else ()
+        head = tuple(slice(int(i), int(i) + 1) for i in place)
         for start in range(0, length, rows):
             yield (*head, slice(start, min(start + rows, length)), *whole)
 

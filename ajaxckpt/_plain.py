@@ -50,7 +50,7 @@ def _scalar(value: object, argument: str, place: str) -> object:
     if not hasattr(value, "dtype") or getattr(value, "shape", None) != ():
         return value
     array = _read_array(value, argument, place)
-    if (row := stored_dtype(array.dtype)) is None or array.dtype.kind == "c":
+    if (row := stored_dtype(array.dtype)) is None or "complex" in row.name:
         return value
     return int(array) if _INTEGER.match(row.name) else _python_float(array)
 
@@ -230,6 +230,8 @@ def is_readable(value: Json, depth: int = 0) -> bool:
         return False
     if isinstance(value, list):
         return all(is_readable(item, depth + 1) for item in value)
+    if isinstance(value, int):
+        return value.bit_length() <= MAX_INT_BITS
     if not isinstance(value, dict):
         return True
     if set(value) == {FLOAT_TAG}:

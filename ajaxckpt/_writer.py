@@ -22,7 +22,7 @@ from ajaxckpt._format import (
     seal_header,
 )
 from ajaxckpt._layout import Layout
-from ajaxckpt._metadata import Metadata
+from ajaxckpt._metadata import Metadata, find_unreadable
 from ajaxckpt._payload import LeafData, iter_payload
 from ajaxckpt._scalars import Value
 
@@ -107,9 +107,9 @@ def write_checkpoint(
         NotACheckpointError: something else is at the path.
     """
     tensors = arrange_tensors(state.layout)
-    draft, problem = draft_header(state.layout, state.values, metadata, tensors)
-    if problem:
-        hint = "save fewer leaves per file, or a smaller config"
+    draft, limit = draft_header(state.layout, state.values, metadata, tensors)
+    if problem := limit or find_unreadable(metadata):
+        hint = "save fewer leaves per file, a smaller config, or exclude= with stars"
         raise InvalidArgumentError(problem, hint=hint)
     digests: dict[str, str] = {}
 

@@ -23,7 +23,7 @@ _CALLS = _OPENERS | {
     *("preadv", "read", "replace", "stat", "unlink", "write", "writev"),
 }
 # these neither change the disk nor report its errors
-_PLAIN = {"altsep", "fsdecode", "fspath", "name", "path", "sep"}
+_PLAIN = {"altsep", "fsdecode", "fsencode", "fspath", "name", "path", "sep"}
 
 
 class Killed(BaseException):

@@ -9,6 +9,8 @@ import pickle
 import re
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -491,6 +493,55 @@ def test_a_name_that_is_too_long_is_the_systems_error(tmp_path: Path) -> None:
         save(tmp_path / ("x" * 256))
     assert caught.value.errno == errno.ENAMETOOLONG
     assert os.listdir(tmp_path) == []
+
+
+def test_the_home_of_nobody_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in (save, open_checkpoint, checkpoint_exists):
+        with pytest.raises(InvalidArgumentError, match="names the home of nobody"):
+            verb("~nobody-of-this-name/x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_no_encoding_spells_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="is no path"):
+        checkpoint_exists("\ud800.safetensors")
+
+
+LOGGING = """
+import os, sys, threading, numpy as np
+from ajaxckpt._dtypes import STORED_DTYPES
+from ajaxckpt._layout import LeafSpec
+from ajaxckpt._metadata import Metadata
+from ajaxckpt._payload import whole_leaf
+from ajaxckpt._writer import StateData, write_checkpoint
+os.close(2)
+data = np.zeros(1 << 20, np.uint8)
+def source():
+    try:
+        os.write(2, b"W0000 a line of a log")
+    except OSError:
+        pass
+    return whole_leaf(data, STORED_DTYPES["uint8"], frozen=False)
+spec = LeafSpec(kind="numpy", dtype="uint8", shape=data.shape)
+state = StateData(layout={"a": spec}, values={}, sources={"a": source})
+write_checkpoint(sys.argv[1], state, Metadata(checkpoint_id="a"))
+"""
+
+
+def test_what_is_logged_to_a_closed_stderr_goes_into_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "state"
+    subprocess.run([sys.executable, "-c", LOGGING, str(path)], check=True)
+    assert verify_checkpoint(path).leaves == 1
+
+
+def test_a_fifo_named_like_a_temp_blocks_no_save(tmp_path: Path) -> None:
+    fifo = tmp_path / ".ajaxckpt-0123456789abcdef.tmp"
+    os.mkfifo(fifo)
+    save(tmp_path / "state")
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
 @pytest.mark.parametrize(

@@ -895,6 +895,37 @@ def test_a_key_type_that_no_jax_has_is_damage(
     assert isinstance(error, DamagedCheckpointError)
 
 
+def test_patterns_in_a_file_cost_nothing_to_open(tmp_path: Path) -> None:
+    """They are compiled when a leaf is missing, not while the header is read."""
+    path = tmp_path / "patterns.safetensors"
+    draft = sound_draft()
+    draft.facts["excluded"] = [f"*{i}*{i}" for i in range(1_000)]
+    path.write_bytes(draft.forge())
+    assert len(open_checkpoint(path).excluded) == 1_000
+    draft.facts["excluded"] += ["x" * 900] * 9
+    path.write_bytes(draft.forge())
+    assert isinstance(refusal(path, open_checkpoint), DamagedCheckpointError)
+
+
+def test_an_int_that_some_python_could_not_read_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "int.safetensors"
+    draft = sound_draft()
+    draft.facts["config"] = {"a": [1 << 2_048]}
+    path.write_bytes(draft.forge())
+    assert isinstance(refusal(path, open_checkpoint), DamagedCheckpointError)
+
+
+def test_a_name_that_is_none_is_not_printed(tmp_path: Path) -> None:
+    path = tmp_path / "name.safetensors"
+    draft = sound_draft()
+    draft.leaves = [{"tensor": 0, "dtype": "float3_x"}]
+    draft.tensors = [["x\nsound\x1b", "U8", [1], 0, 1]]
+    draft.payload = b"\0"
+    path.write_bytes(draft.forge())
+    error = refusal(path, open_checkpoint)
+    assert "\x1b" not in str(error) and "float3_x" not in str(error)
+
+
 def test_names_in_a_file_run_no_code(tmp_path: Path) -> None:
     """A function's name is a marker: nothing is imported for it."""
     assert "antigravity" not in sys.modules

@@ -27,6 +27,7 @@ from ajaxckpt import (
     restore_into,
     save_checkpoint,
 )
+from ajaxckpt._leaves import _builtin_key_impls
 
 
 def strong(shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
@@ -688,6 +689,62 @@ def test_functions_are_the_skeletons_and_other_names_are_noted(tmp_path: Path) -
 
 
 # --- no two share memory ---------------------------------------------------------
+
+
+class Net:
+    """A callable that is no pytree and holds an array."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Any) -> Any:
+        return self.weight * x
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        Net(np.ones(3)),
+        Net(jnp.ones(3)).__call__,
+        functools.partial(np.add, np.ones(2)),
+        functools.partial(jnp.add, y=jnp.ones(2)),
+        np.random.default_rng(0).normal,
+    ],
+)
+def test_callables_that_hold_arrays_are_no_code_and_refused(
+    leaf: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(UnsupportedLeafError, match="f: a callable that holds arrays"):
+        save_checkpoint({"f": leaf, "n": 1}, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jax.nn.relu, jax.jit(plus), jnp.float32, functools.partial(plus, 1), np.add, Net],
+)
+def test_callables_that_are_code_are_markers(leaf: Any, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    save_checkpoint({"f": leaf, "n": 1}, path)
+    assert restore_into({"f": leaf, "n": 0}, path) == {"f": leaf, "n": 1}
+
+
+@pytest.mark.parametrize("impl", ["threefry4x32", "philox2x32", "philox4x32"])
+def test_newer_key_implementations_are_known_where_jax_has_them(
+    impl: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.safetensors"
+    try:
+        key = jax.random.key(3, impl=impl)
+    except ValueError:
+        assert impl not in {known for known, _ in _builtin_key_impls().values()}
+        return
+    save_checkpoint({"key": key}, path)
+    abstract = jax.eval_shape(lambda: {"key": jax.random.key(0, impl=impl)})
+    restored = restore_into(abstract, path)["key"]
+    assert str(jax.random.key_impl(restored)) == impl
+    assert_identical({"key": restored}, {"key": key}, {"key": key})
 
 
 def test_one_array_at_two_places_comes_back_apart(tmp_path: Path) -> None:

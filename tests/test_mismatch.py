@@ -519,6 +519,52 @@ def test_keep_of_everything_restores_nothing_and_is_refused(
         restore_into({"w": _zeros(3), "n": 1}, path, keep=keep)
 
 
+@pytest.mark.parametrize("state", [None, {}, [], {"a": None, "b": ()}])
+def test_a_state_without_leaves_replaces_no_other(path: Path, state: Any) -> None:
+    save_checkpoint(state, path)
+    save_checkpoint(state, path)  # one without leaves it may
+    save_checkpoint({"w": _zeros(3)}, path)
+    before = path.read_bytes()
+    with pytest.raises(InvalidArgumentError, match="the state has no leaves"):
+        save_checkpoint(state, path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("exclude", ["", "**", ("w", "n")])
+def test_exclude_of_everything_saves_nothing_and_is_refused(
+    path: Path, exclude: Any
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="exclude= selects every leaf"):
+        save_checkpoint({"w": _zeros(3), "n": 1}, path, exclude=exclude)
+    assert not path.exists()
+
+
+def test_more_patterns_than_a_reader_takes_are_refused_before_a_byte(
+    path: Path,
+) -> None:
+    state: dict[str, Any] = {f"x{i}" * 150: i for i in range(30)}
+    with pytest.raises(InvalidArgumentError, match="the limit is 10000"):
+        save_checkpoint(state, path, exclude=list(state)[:29])
+    assert not path.exists()
+
+
+def test_wide_leaves_are_refused_for_a_number_while_x64_is_off(path: Path) -> None:
+    with jax.enable_x64(True):
+        wide = jnp.asarray(2**40, jnp.int64)
+    save_checkpoint({"n": wide}, path)
+    error = _refuse({"n": 0}, path)
+    assert "n: expected Python int, found int64[] (x64 is off here" in str(error)
+    with jax.enable_x64(True):
+        assert int(restore_into({"n": 0}, path)["n"]) == 2**40
+
+
+@pytest.mark.parametrize("subtree", [5, None, b"w"])
+def test_a_subtree_that_is_no_name_is_refused(path: Path, subtree: Any) -> None:
+    save_checkpoint({"w": 1}, path)
+    with pytest.raises(InvalidArgumentError, match="subtree: expected a leaf name"):
+        restore_into({"w": 1}, path, subtree=subtree)
+
+
 @pytest.mark.parametrize("patterns", [None, 5, b"w", (None,)])
 def test_what_is_no_pattern_is_refused_whatever_the_argument(
     path: Path, patterns: Any
@@ -584,6 +630,7 @@ def test_config_values_come_back_as_they_were_given(path: Path) -> None:
         np.timedelta64(5, "ns"),
         np.array(2**70, dtype=object),
         np.longdouble(1),
+        np.complex64(1),
     ],
 )
 def test_config_values_that_would_change_are_refused(path: Path, value: Any) -> None:
