@@ -14,31 +14,29 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
 
+from ajaxckpt._collecting import collect_state, refuse_nothing, refuse_traced
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
-    CheckpointError,
     InvalidArgumentError,
     UnsupportedLeafError,
     error_context,
 )
 from ajaxckpt._layout import Layout, LeafSpec
-from ajaxckpt._leaves import describe_leaf, find_unsavable, leaf_data, scalar_value
+from ajaxckpt._leaves import describe_leaf
 from ajaxckpt._metadata import Metadata
 from ajaxckpt._names import relative_name, split_name
-from ajaxckpt._paths import is_missing, resolve_path
+from ajaxckpt._paths import resolve_path
 from ajaxckpt._patterns import as_patterns, parse_pattern, select_names, top_level
-from ajaxckpt._placement import is_traced
 from ajaxckpt._plain import plain_config, plain_metrics, plain_step
 from ajaxckpt._plan import RestorePlan, make_plan
 from ajaxckpt._provenance import gather_provenance
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._tree import FlatState, flatten_state
-from ajaxckpt._writer import CheckpointRecord, StateData, digest_data, write_checkpoint
+from ajaxckpt._writer import CheckpointRecord, digest_data, write_checkpoint
 
 State = TypeVar("State")
 
@@ -49,64 +47,10 @@ def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
     )
 
 
-def _refuse_traced(what: str) -> None:
-    if is_traced():
-        raise UnsupportedLeafError(
-            f"{what} inside a traced function",
-            hint="call it outside jit and scan, between the calls of the train step",
-        )
-
-
 def _refuse_migrations(migrations: object) -> None:
     if migrations is not None:
         problem = f"migrations={migrations!r}: this release has no migrations registry"
         raise InvalidArgumentError(problem, hint="pass migrations=None")
-
-
-def _collect(state: Any, exclude: tuple[str, ...]) -> StateData:
-    """Turn a state into layout and sources; refuse all that cannot be saved."""
-    flat = flatten_state(state)
-    left_out = select_names(exclude, list(flat.leaves), argument="exclude")
-    leaves = {name: x for name, x in flat.leaves.items() if name not in left_out}
-    layout = {name: describe_leaf(name, leaf) for name, leaf in leaves.items()}
-    if (error := find_unsavable(leaves.items())) is not None:
-        raise error
-    _refuse_traced("the state is saved")
-    return StateData(
-        layout=layout,
-        values={
-            name: scalar_value(name, leaves[name], spec)
-            for name, spec in layout.items()
-            if not spec.payload_dtype
-        },
-        sources={
-            name: partial(leaf_data, name, leaves[name], spec)
-            for name, spec in layout.items()
-            if spec.payload_dtype
-        },
-    )
-
-
-def _holds_leaves(path: str) -> bool:
-    """Tell whether what is at a path may hold a state: all but an empty one."""
-    if is_missing(path):
-        return False
-    try:
-        with Checkpoint(path) as checkpoint:
-            return len(checkpoint) > 0
-    except CheckpointError:
-        return True
-
-
-def _refuse_nothing(data: StateData, excluded: tuple[str, ...], target: str) -> None:
-    """Keep a state without leaves from replacing one with: a train without return."""
-    if data.layout or not (excluded or _holds_leaves(target)):
-        return
-    why = "exclude= selects every leaf" if excluded else "the state has no leaves"
-    raise InvalidArgumentError(
-        f"{why}: nothing would be saved",
-        hint="check what the train call returned, and what exclude= selects",
-    )
 
 
 def save_checkpoint(
@@ -160,8 +104,8 @@ def save_checkpoint(
             excluded=excluded,
             provenance=gather_provenance(),
         )
-        data = _collect(state, excluded)
-        _refuse_nothing(data, excluded, target)
+        data = collect_state(state, excluded)
+        refuse_nothing(data, excluded, target)
         return write_checkpoint(target, data, metadata)
 
 
@@ -182,7 +126,7 @@ def state_digest(state: Any) -> str:
         True
     """
     with error_context(None, "cannot digest"), jax.transfer_guard("allow"):
-        return digest_data(_collect(state, ()))
+        return digest_data(collect_state(state, ()))
 
 
 def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
@@ -254,7 +198,7 @@ def plan_restore(
     resolved = path.path if isinstance(path, Checkpoint) else resolve_path(path)
     with error_context(resolved, "cannot restore"), jax.transfer_guard("allow"):
         _refuse_migrations(migrations)
-        _refuse_traced("the state is restored")
+        refuse_traced("the state is restored")
         kept = _as_patterns(keep, "keep")
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(resolved)
         flat = flatten_state(skeleton)

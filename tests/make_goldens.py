@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ajaxckpt._checkpoint import _collect
+from ajaxckpt._collecting import collect_state
 from ajaxckpt._metadata import Metadata
 from ajaxckpt._writer import write_checkpoint
 
@@ -189,7 +189,7 @@ def encode_state(state: Any, metadata: Metadata) -> bytes:
     """Return the file of a state, without what differs from save to save."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder).resolve() / "golden.safetensors")
-        write_checkpoint(path, _collect(state, metadata.excluded), metadata)
+        write_checkpoint(path, collect_state(state, metadata.excluded), metadata)
         return Path(path).read_bytes()
 
 

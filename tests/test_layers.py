@@ -19,7 +19,7 @@ LAYERS = [
     ["_leaves", "_tree", "_places", "_device_arrays", "_placement"],
     ["_paths", "_files"],
     ["_writer", "_leaf_file", "_reader"],
-    ["_opening", "_plan", "_checkpoint"],
+    ["_opening", "_plan", "_collecting", "_checkpoint"],
 ]
 CLI = [
     *("_tables", "_document", "_arguments", "_inspection", "_comparison"),
