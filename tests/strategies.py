@@ -218,7 +218,9 @@ def _draw_skeleton_array(
             return zeros, {"numpy skeleton of a jax array"}
         if zeros.dtype.name in jax_dtypes():
             return to_jax(zeros), {"jax skeleton of a numpy array"}
-    if form == "number" and numbers and shape == ():
+    # without x64, a number is no skeleton for a wide jax leaf
+    wide = isinstance(state, jax.Array) and not is_key and is_wide(state.dtype)
+    if form == "number" and numbers and shape == () and not wide:
         number = draw(st.sampled_from((0, 0.0, False, 7, -1.5)))
         return number, {"number skeleton"}
     if form == "placed" and isinstance(state, jax.Array):
@@ -226,6 +228,10 @@ def _draw_skeleton_array(
         if _place_fits(name, shape):
             return build(places()[name]), {f"skeleton {name}"}
     return build(None), set()
+
+
+def is_wide(dtype: Any) -> bool:
+    return np.dtype(dtype).name in {"int64", "uint64", "float64", "complex128"}
 
 
 def _jax_leaf(name: str) -> st.SearchStrategy[Pair]:
@@ -516,9 +522,9 @@ _SORTABLE_KEYS = {
 
 
 def _jax_takes(key: Any) -> bool:
-    """Tell whether this JAX flattens a dict of one such key: before 0.10.1, not None."""
+    """Tell whether this JAX flattens a dict of such a key: not None before 0.10.1."""
     try:
-        jax.tree_util.tree_flatten_with_path({key: 0})
+        jax.tree_util.tree_flatten_with_path(OrderedDict({key: 0}))
     except TypeError:
         return False
     return True
