@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from ajaxckpt._layout import storage_dtype
 from ajaxckpt._payload import Array, Part, aligned_empty, as_bytes
 from ajaxckpt._places import (
     LeafSource,
@@ -29,7 +30,6 @@ from ajaxckpt._places import (
     is_multi_device,
     on_device,
     place_of,
-    storage_dtype,
 )
 
 _LARGE_BYTES = 16 << 20
@@ -41,7 +41,7 @@ def _shard_buffers(
     target: Target, sharding: Sharding
 ) -> dict[Any, tuple[tuple[slice, ...], Array]]:
     """Allocate one buffer per device, replicas included."""
-    shape, dtype = target.spec.payload_shape, storage_dtype(target.spec)
+    shape, dtype = target.spec.payload_shape, storage_dtype(target.name, target.spec)
     buffers: dict[Any, tuple[tuple[slice, ...], Array]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = tuple(
@@ -157,7 +157,7 @@ def _read_large_weak(target: Target, place: Place, source: LeafSource) -> jax.Ar
     with on_device(place):
         default = cast("Any", jax.config).jax_default_device
         empty, write, finish = _compile_weak_fill(
-            spec.shape, storage_dtype(spec), place.sharding, default
+            spec.shape, storage_dtype(target.name, spec), place.sharding, default
         )
         flat, start = empty(), 0
         for piece in source.iter_pieces(target.name):
@@ -189,7 +189,10 @@ def restore_on_devices(
         elif _is_large_weak(target, place):
             arrays[target.name] = _read_large_weak(target, place, source)
         else:
-            shape, dtype = target.spec.payload_shape, storage_dtype(target.spec)
+            shape, dtype = (
+                target.spec.payload_shape,
+                storage_dtype(target.name, target.spec),
+            )
             groups[place][target.name] = aligned_empty(shape, dtype)
     source.fill({n: as_bytes(a) for group in groups.values() for n, a in group.items()})
     for place, buffers in groups.items():

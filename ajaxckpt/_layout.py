@@ -10,9 +10,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from ajaxckpt._dtypes import STORED_DTYPES
+from ajaxckpt._errors import InvalidArgumentError
 
 Kind = Literal[
     "jax",
@@ -144,6 +147,19 @@ class Mismatch:
         found = "nothing" if self.found is None else str(self.found)
         note = f" ({self.note})" if self.note else ""
         return f"{shown_name(self.name)}: expected {expected}, found {found}{note}"
+
+
+def storage_dtype(name: str, spec: LeafSpec) -> np.dtype[Any]:
+    """Return the numpy dtype of a leaf's elements.
+
+    Raises:
+        InvalidArgumentError: the installed ml_dtypes has no such dtype.
+    """
+    dtype = STORED_DTYPES[spec.payload_dtype].dtype
+    if dtype is None:
+        problem = f"{shown_name(name)}: this ml_dtypes has no dtype {spec.dtype}"
+        raise InvalidArgumentError(problem, hint="pip install --upgrade ml_dtypes")
+    return dtype
 
 
 def _is_default(spec: LeafSpec, number: LeafSpec) -> bool:

@@ -24,7 +24,7 @@ from ajaxckpt._errors import (
     error_context,
 )
 from ajaxckpt._format import Tensor
-from ajaxckpt._layout import TEXT_KINDS, shown_name
+from ajaxckpt._layout import TEXT_KINDS, shown_name, storage_dtype
 from ajaxckpt._names import relative_name
 from ajaxckpt._parsing import (
     HEAD_BYTES,
@@ -146,8 +146,8 @@ class LeafFile:
         Raises:
             DamagedCheckpointError: the leaf's bytes are not those written.
         """
-        dtype = self._storage_dtype(name)
         with error_context(self.path, "cannot read"):
+            dtype = storage_dtype(name, self.header.layout[name])
             for raw in self._stream_boxes(name, self._iter_boxes(name)):
                 yield raw.view(dtype)
 
@@ -210,17 +210,10 @@ class LeafFile:
             position += size
         self._check(tensor, hasher.hexdigest())
 
-    def _storage_dtype(self, name: str) -> np.dtype[Any]:
-        row = STORED_DTYPES[self.header.layout[name].payload_dtype]
-        if row.dtype is None:
-            hint = "pip install --upgrade ml_dtypes"
-            problem = f"{name}: this ml_dtypes has no dtype {row.name}"
-            raise InvalidArgumentError(problem, path=self.path, hint=hint)
-        return row.dtype
-
     def _allocate(self, name: str) -> Array:
-        shape = self.header.layout[name].payload_shape
-        return aligned_empty(shape, self._storage_dtype(name))
+        spec = self.header.layout[name]
+        with error_context(self.path, "cannot read"):
+            return aligned_empty(spec.payload_shape, storage_dtype(name, spec))
 
     def _read_exactly(self, buffers: Sequence[Buffer], begin: int, name: str) -> None:
         if not self._close.alive:

@@ -118,11 +118,8 @@ def holds_elements(raw: Array, row: StoredDtype) -> bool:
 
 def _lies_as_stored(leaf: LeafData) -> bool:
     """Tell whether the leaf's own memory is its payload, and stays so."""
-    if not leaf.frozen or len(leaf.parts) != 1 or leaf.row.bits:
-        return False
-    if leaf.row.name == "bool" and not holds_elements(
-        as_bytes(np.ascontiguousarray(leaf.parts[0].data)), leaf.row
-    ):
+    masked = leaf.row.bits or leaf.row.name == "bool"
+    if not leaf.frozen or len(leaf.parts) != 1 or masked:
         return False
     data = leaf.parts[0].data
     return data.flags.c_contiguous and data.dtype == leaf.row.dtype

@@ -24,10 +24,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ajaxckpt._device_arrays import restore_on_devices
-from ajaxckpt._layout import ARRAY_KINDS, LeafSpec
+from ajaxckpt._layout import ARRAY_KINDS, LeafSpec, storage_dtype
 from ajaxckpt._leaves import find_member
 from ajaxckpt._payload import Array, as_bytes
-from ajaxckpt._places import LeafSource, Target, common_place, storage_dtype
+from ajaxckpt._places import LeafSource, Target, common_place
 
 
 def is_traced() -> bool:
@@ -83,7 +83,9 @@ def _finish_numpy(buffer: Array, target: Target) -> Any:
 
 def _restore_on_host(targets: Sequence[Target], source: LeafSource) -> dict[str, Any]:
     buffers = {
-        target.name: np.empty(target.spec.payload_shape, storage_dtype(target.spec))
+        target.name: np.empty(
+            target.spec.payload_shape, storage_dtype(target.name, target.spec)
+        )
         for target in targets
     }
     source.fill({name: as_bytes(buffer) for name, buffer in buffers.items()})

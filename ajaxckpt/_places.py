@@ -26,7 +26,6 @@ from jax.sharding import (
 )
 
 from ajaxckpt._dtypes import STORED_DTYPES
-from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._layout import LeafSpec
 from ajaxckpt._payload import Array, Part
 
@@ -135,20 +134,6 @@ def place_of(like: Any, common: Place) -> Place:
     if isinstance(like, jax.Array):
         return Place(device=next(iter(like.sharding.device_set)))
     return common
-
-
-def storage_dtype(spec: LeafSpec) -> np.dtype[Any]:
-    """Return the numpy dtype of a leaf's elements.
-
-    Raises:
-        InvalidArgumentError: the installed ml_dtypes has no such dtype.
-    """
-    dtype = STORED_DTYPES[spec.payload_dtype].dtype
-    if dtype is None:
-        hint = "pip install --upgrade ml_dtypes"
-        problem = f"this ml_dtypes has no dtype {spec.payload_dtype}"
-        raise InvalidArgumentError(problem, hint=hint)
-    return dtype
 
 
 def is_multi_device(place: Place) -> bool:

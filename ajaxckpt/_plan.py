@@ -64,8 +64,11 @@ def _find_unholdable(
     )
 
 
-def _find_wide(name: str, expected: LeafSpec, found: LeafSpec) -> Mismatch | None:
+def _find_wide(
+    name: str, like: Any, expected: LeafSpec, found: LeafSpec
+) -> Mismatch | None:
     """Refuse a 64-bit jax leaf for a number that this JAX would make a narrow one."""
+    del like
     wide = found.kind == "jax" and found.dtype in X64_DTYPES
     if not (wide and expected.kind in NUMBER_KINDS) or is_x64():
         return None
@@ -179,16 +182,13 @@ def make_plan(
     functions = [pair for pair in names if file[pair[0]].kind == "function"]
     stored = checkpoint.read([full for _, full in (*enums, *functions)])
     lost = [_find_lost_member(n, flat.leaves[n], stored[full]) for n, full in enums]
-    split = [
-        _find_indivisible(name, flat.leaves[name], skeleton[name], file[name])
+    checked = [
+        check(name, flat.leaves[name], skeleton[name], file[name])
         for name in decisions.load
+        for check in (_find_indivisible, _find_unholdable, _find_wide)
     ]
-    unheld = [
-        _find_unholdable(name, flat.leaves[name], skeleton[name], file[name])
-        for name in decisions.load
-    ]
-    wide = [_find_wide(name, skeleton[name], file[name]) for name in decisions.load]
-    found = (item for item in (*lost, *split, *unheld, *wide) if item is not None)
+    found = [item for item in (*lost, *checked) if item is not None]
+    failed = {item.name for item in found}
     mismatches = (*decisions.mismatches, *found)
     excluded = tuple(checkpoint.excluded)
     return RestorePlan(
@@ -196,6 +196,8 @@ def make_plan(
         subtree=subtree,
         decisions=replace(
             decisions,
+            load=tuple(name for name in decisions.load if name not in failed),
+            resize=tuple(name for name in decisions.resize if name not in failed),
             mismatches=note_absences(mismatches, subtree, excluded, decisions.ignore),
         ),
         notes=_note_functions(functions, flat, stored),

@@ -33,7 +33,9 @@ from ajaxckpt import (
     state_digest,
     verify_checkpoint,
 )
+from ajaxckpt._files import Sink
 from ajaxckpt._metadata import Metadata
+from ajaxckpt._payload import aligned_empty
 from ajaxckpt._writer import write_checkpoint
 
 BIG = 1 << 18
@@ -241,6 +243,25 @@ def test_a_numpy_leaf_that_another_thread_writes_is_saved_with_a_true_digest(
         finally:
             stop.set()
         assert scribbling.result() > 20
+
+
+def test_a_jax_leaf_that_shares_numpys_memory_is_saved_with_a_true_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.safetensors"
+    memory = aligned_empty((3 << 20,), np.dtype(np.uint8))
+    memory[:] = 1
+    shared = jax.device_put(memory)
+    assert shared.unsafe_buffer_pointer() == memory.ctypes.data, "no copy on CPU"
+    flush = Sink.flush
+
+    def write_then_flush(sink: Sink) -> None:
+        memory[:] += 1  # between the hash of a chunk and its write
+        flush(sink)
+
+    monkeypatch.setattr(Sink, "flush", write_then_flush)
+    save_checkpoint({"w": shared}, path)
+    assert verify_checkpoint(path).leaves == 1
 
 
 def test_a_writer_in_the_middle_of_its_save_blocks_no_other(tmp_path: Path) -> None:

@@ -554,6 +554,7 @@ def test_wide_leaves_are_refused_for_a_number_while_x64_is_off(path: Path) -> No
     save_checkpoint({"n": wide}, path)
     error = _refuse({"n": 0}, path)
     assert "n: expected Python int, found int64[] (x64 is off here" in str(error)
+    assert plan_restore({"n": 0}, path).load == ()
     with jax.enable_x64(True):
         assert int(restore_into({"n": 0}, path)["n"]) == 2**40
 
