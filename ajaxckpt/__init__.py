@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         state_digest,
     )
+    from ajaxckpt._copying import migrate_checkpoint
     from ajaxckpt._errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
     )
     from ajaxckpt._layout import LeafSpec, Mismatch
+    from ajaxckpt._migrating import Origin
+    from ajaxckpt._migrations import Migrations
     from ajaxckpt._opening import (
         VerifyReport,
         checkpoint_exists,
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     )
     from ajaxckpt._plan import RestorePlan
     from ajaxckpt._reader import Checkpoint
+    from ajaxckpt._rules import Rules
+    from ajaxckpt._scopes import View
     from ajaxckpt._writer import CheckpointRecord
 
 __version__ = "0.1.0"
@@ -51,14 +56,19 @@ __all__ = [
     "LayoutMismatchError",
     "LeafSpec",
     "MigrationError",
+    "Migrations",
     "Mismatch",
     "NewerFormatError",
     "NotACheckpointError",
+    "Origin",
     "RestorePlan",
+    "Rules",
     "StepExistsError",
     "UnsupportedLeafError",
     "VerifyReport",
+    "View",
     "checkpoint_exists",
+    "migrate_checkpoint",
     "open_checkpoint",
     "plan_restore",
     "restore_into",
@@ -69,8 +79,11 @@ __all__ = [
 
 _HOMES = {
     "_checkpoint": ("plan_restore", "restore_into", "save_checkpoint", "state_digest"),
+    "_copying": ("migrate_checkpoint",),
     "_errors": tuple(name for name in __all__ if name.endswith("Error")),
     "_layout": ("LeafSpec", "Mismatch"),
+    "_migrating": ("Origin",),
+    "_migrations": ("Migrations",),
     "_opening": (
         "VerifyReport",
         "checkpoint_exists",
@@ -79,13 +92,20 @@ _HOMES = {
     ),
     "_plan": ("RestorePlan",),
     "_reader": ("Checkpoint",),
+    "_rules": ("Rules",),
+    "_scopes": ("View",),
     "_writer": ("CheckpointRecord",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
+_MODULES = ("optax_moves", "testing")
+
+
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -6,16 +6,18 @@ Knows argparse; knows nothing of checkpoints, so that ``--help`` is instant.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ajaxckpt import __version__
 from ajaxckpt._document import CONTRACT, SCHEMA
 
 _OVERVIEW = """\
 Look at checkpoints without jax, without a device, and without changing a file.
+plan and migrate load your code, and what it needs.
 
 exit status:
   0  sound, or equal
-  1  a finding: damaged, missing, no checkpoint, different
+  1  a finding: damaged, missing, no checkpoint, different, would not restore
   2  usage: wrong arguments, or a pattern that selects nothing
 With several paths, a bad one does not stop the others.
 """
@@ -48,6 +50,21 @@ Print the digest of the state in each file, as ajaxckpt.state_digest gives it.
 Equal states have equal digests, whatever path, time, step or version. Reads the
 header alone. Damage to the leaves does not show: see verify.
 """
+_PLAN = """\
+Show what restoring a checkpoint into your skeleton would do, leaf by leaf.
+
+Imports your module from the current directory or from what is installed; nothing
+is restored. A checkpoint that would not restore is a finding, and where leaves
+look moved, the migration that may mend it is shown, ready to paste.
+"""
+_MIGRATE = """\
+Write an upgraded copy of a checkpoint, and verify it; the old file is not touched.
+
+Rules that ask for the skeleton's dtypes, shapes or values need --skeleton; with
+it, nothing is written unless the copy fits. Nothing may be at NEW.
+"""
+_SKELETON_HELP = "a function without arguments that builds the skeleton"
+_MIGRATIONS_HELP = "a Migrations registry; may be given several times"
 _SELECT_HELP = (
     "only the leaves of this name or pattern and all below them, such as "
     "'opt_state' or '**.kernel'; may be given several times"
@@ -80,7 +97,35 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("--values", action="store_true", help="compare values too")
     _add_select(diff)
     _add_paths(_add_command(commands, "digest", _DIGEST), "a checkpoint")
+    _add_plan(_add_command(commands, "plan", _PLAN))
+    migrate = _add_command(commands, "migrate", _MIGRATE)
+    migrate.add_argument("old", metavar="OLD", help="a checkpoint")
+    migrate.add_argument("new", metavar="NEW", help="the copy's path")
+    _add_named(
+        migrate, "--migrations", _MIGRATIONS_HELP, action="append", required=True
+    )
+    _add_named(migrate, "--skeleton", _SKELETON_HELP)
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("path", metavar="PATH", help="a checkpoint")
+    _add_named(plan, "--skeleton", _SKELETON_HELP, required=True)
+    _add_named(plan, "--migrations", _MIGRATIONS_HELP, action="append", default=[])
+    _add_named(plan, "--config", "the config of now, to compare with the file's")
+    plan.add_argument("--subtree", default="", metavar="NAME", help="as restore_into's")
+    for name in ("--keep", "--ignore", "--resize"):
+        text = "as restore_into's; may be given several times"
+        plan.add_argument(
+            name, metavar="PATTERN", action="append", default=[], help=text
+        )
+    plan.add_argument("--all", action="store_true", help="a row for every leaf")
+
+
+def _add_named(
+    command: argparse.ArgumentParser, name: str, text: str, **options: Any
+) -> None:
+    command.add_argument(name, metavar="MODULE:NAME", help=text, **options)
 
 
 def _add_command(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,36 +21,26 @@ import jax
 from ajaxckpt._collecting import collect_state, refuse_nothing, refuse_traced
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
-    InvalidArgumentError,
-    UnsupportedLeafError,
     error_context,
 )
-from ajaxckpt._layout import Layout, LeafSpec
-from ajaxckpt._leaves import describe_leaf
 from ajaxckpt._metadata import Metadata
-from ajaxckpt._names import relative_name, split_name
+from ajaxckpt._migrations import Migrations, as_registries, record_versions
 from ajaxckpt._paths import resolve_path
-from ajaxckpt._patterns import as_patterns, parse_pattern, select_names, top_level
+from ajaxckpt._patterns import as_patterns, parse_pattern
 from ajaxckpt._plain import plain_config, plain_metrics, plain_step
 from ajaxckpt._plan import RestorePlan, make_plan
 from ajaxckpt._provenance import gather_provenance
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._tree import FlatState, flatten_state
 from ajaxckpt._writer import CheckpointRecord, digest_data, write_checkpoint
 
 State = TypeVar("State")
+Registries = Migrations | Iterable[Migrations] | None
 
 
 def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
     return tuple(
         parse_pattern(text, argument).text for text in as_patterns(patterns, argument)
     )
-
-
-def _refuse_migrations(migrations: object) -> None:
-    if migrations is not None:
-        problem = f"migrations={migrations!r}: this release has no migrations registry"
-        raise InvalidArgumentError(problem, hint="pass migrations=None")
 
 
 def save_checkpoint(
@@ -60,7 +50,7 @@ def save_checkpoint(
     step: Any = None,
     metrics: Mapping[str, Any] | None = None,
     config: Any = None,
-    migrations: None = None,
+    migrations: Registries = None,
     exclude: Patterns = (),
 ) -> CheckpointRecord:
     """Save a state to one file, atomically and durably.
@@ -75,7 +65,8 @@ def save_checkpoint(
         step: the training step: an int, or an integer array of equal values.
         metrics: name to a single number; NaN and None are allowed.
         config: a mapping or dataclass of JSON-like values, numpy and jax scalars.
-        migrations: reserved for a migrations registry; must be None.
+        migrations: the registry of the state's layout, or several: their newest
+            versions are recorded.
         exclude: patterns of leaves to leave out; a restore then names them in
             ``keep``.
 
@@ -94,7 +85,7 @@ def save_checkpoint(
     """
     target = resolve_path(path)
     with error_context(target, "cannot save"), jax.transfer_guard("allow"):
-        _refuse_migrations(migrations)
+        registries = as_registries(migrations)
         excluded = _as_patterns(exclude, "exclude")
         metadata = Metadata(
             checkpoint_id=uuid.uuid4().hex,
@@ -102,6 +93,7 @@ def save_checkpoint(
             metrics=plain_metrics(metrics),
             config=plain_config(config),
             excluded=excluded,
+            layouts=record_versions(registries),
             provenance=gather_provenance(),
         )
         data = collect_state(state, excluded)
@@ -129,43 +121,6 @@ def state_digest(state: Any) -> str:
         return digest_data(collect_state(state, ()))
 
 
-def _below(checkpoint: Checkpoint, subtree: str) -> Layout:
-    """Return the part of a file's layout below a name, with names relative to it."""
-    layout = checkpoint.layout
-    if type(subtree) is not str:  # pyright: ignore[reportUnnecessaryComparison]
-        problem = f"subtree: expected a leaf name, found {type(subtree).__name__}"
-        raise InvalidArgumentError(problem, hint="pass a str")
-    if not subtree:
-        return layout
-    try:
-        split_name(subtree)
-    except ValueError as error:
-        hint = "pass the leaf name of a node, such as subtree='actor.params'"
-        raise InvalidArgumentError(f"subtree: {error}", hint=hint) from error
-    part = {relative_name(name, subtree): spec for name, spec in layout.items()}
-    found = {name: spec for name, spec in part.items() if name is not None}
-    if not found:
-        names = ", ".join(top_level(list(layout)))
-        raise InvalidArgumentError(
-            f"subtree={subtree!r} selects no leaf of the file",
-            hint=f"choose a name below one of: {names}",
-        )
-    return found
-
-
-def _describe_skeleton(flat: FlatState, keep: tuple[str, ...]) -> Layout:
-    """Describe a skeleton's leaves; what is kept may be of any kind."""
-    kept = select_names(keep, list(flat.leaves), argument="keep")
-    for name in kept:
-        if isinstance(flat.leaves[name], jax.ShapeDtypeStruct):
-            hint = "build the skeleton with a zero-step call instead of jax.eval_shape"
-            raise UnsupportedLeafError(f"{name}: keep= of an abstract leaf", hint=hint)
-    return {
-        name: LeafSpec(kind="function") if name in kept else describe_leaf(name, leaf)
-        for name, leaf in flat.leaves.items()
-    }
-
-
 def plan_restore(
     skeleton: Any,
     path: str | os.PathLike[str] | Checkpoint,
@@ -174,7 +129,8 @@ def plan_restore(
     keep: Patterns = (),
     ignore: Patterns = (),
     resize: Patterns = (),
-    migrations: None = None,
+    migrations: Registries = None,
+    config: Any = None,
 ) -> RestorePlan:
     """Decide what restoring would do, leaf by leaf, reading only the header.
 
@@ -182,13 +138,15 @@ def plan_restore(
 
     Returns:
         The plan: ``.load``, ``.keep``, ``.ignore``, ``.resize``, ``.mismatches`` as
-        data; it prints as a table; ``.apply()`` gives the state.
+        data, as are ``.migrate``, ``.adopt``, ``.drop``, ``.notes`` and
+        ``.suggestions``; it prints as a table; ``.apply()`` gives the state.
 
     Raises:
         CheckpointNotFoundError: nothing is at the path.
         NotACheckpointError, DamagedCheckpointError, NewerFormatError: what is there
             cannot be read.
         UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
+        MigrationError: a migration cannot be applied to this file.
         InvalidArgumentError: a pattern is wrong or selects nothing.
 
     Example:
@@ -197,19 +155,16 @@ def plan_restore(
     """
     resolved = path.path if isinstance(path, Checkpoint) else resolve_path(path)
     with error_context(resolved, "cannot restore"), jax.transfer_guard("allow"):
-        _refuse_migrations(migrations)
+        registries = as_registries(migrations)
         refuse_traced("the state is restored")
-        kept = _as_patterns(keep, "keep")
+        exceptions: dict[str, Patterns] = {
+            "keep": _as_patterns(keep, "keep"),
+            "ignore": ignore,
+            "resize": resize,
+        }
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(resolved)
-        flat = flatten_state(skeleton)
-        return make_plan(
-            checkpoint,
-            flat,
-            _describe_skeleton(flat, kept),
-            _below(checkpoint, subtree),
-            subtree,
-            {"keep": kept, "ignore": ignore, "resize": resize},
-        )
+        now = plain_config(config)
+        return make_plan(checkpoint, skeleton, subtree, exceptions, registries, now)
 
 
 def restore_into(
@@ -220,7 +175,8 @@ def restore_into(
     keep: Patterns = (),
     ignore: Patterns = (),
     resize: Patterns = (),
-    migrations: None = None,
+    migrations: Registries = None,
+    config: Any = None,
 ) -> State:
     """Restore a file into the place of a skeleton's leaves: all, or an error.
 
@@ -239,7 +195,10 @@ def restore_into(
         ignore: patterns over the file's names: leaves to leave unread.
         resize: patterns over the skeleton's names: leaves that may take the file's
             shape, such as a replay that outgrew its skeleton.
-        migrations: reserved for a migrations registry; must be None.
+        migrations: the registry that leads from the file's layout to today's, or
+            several, applied one after the other; patterns there are over the names
+            of the whole state.
+        config: the config of now, to be compared with the file's in the plan.
 
     Returns:
         A new pytree; the skeleton is not changed.
@@ -251,6 +210,7 @@ def restore_into(
         DamagedCheckpointError: bytes that are needed are not those written.
         NewerFormatError: a newer release wrote the file.
         UnsupportedLeafError: a leaf of the skeleton is of no kind that can be filled.
+        MigrationError: a migration cannot be applied to this file.
         InvalidArgumentError: a pattern is wrong or selects nothing.
 
     Example:
@@ -265,6 +225,7 @@ def restore_into(
         ignore=ignore,
         resize=resize,
         migrations=migrations,
+        config=config,
     )
     with error_context(plan.path, "cannot restore"):
         return plan.apply()

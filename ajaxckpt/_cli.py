@@ -1,8 +1,8 @@
 """The command line: arguments, one call, print. The only module that prints.
 
-Knows the public verbs that need no jax, and loads none of jax, flax, optax, orbax,
-chex or rich. Results go to standard output, the library's own error messages to
-standard error, in characters that no terminal acts on.
+Knows the commands, and loads none of jax, flax, optax, orbax, chex or rich itself.
+Results go to standard output, the library's own error messages to standard error,
+in characters that no terminal acts on.
 """
 
 from __future__ import annotations

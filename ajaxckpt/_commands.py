@@ -1,4 +1,4 @@
-"""What the four commands do: a public verb, then its result as text or data.
+"""What the commands do: a public verb, then its result as text or data.
 
 Knows the verbs that need no jax; loads numpy only once a command runs. Prints
 nothing: it tells a session, which does.
@@ -12,20 +12,18 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ajaxckpt._errors import (
     CheckpointError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    InvalidArgumentError,
-    NewerFormatError,
     NotACheckpointError,
     error_context,
 )
 from ajaxckpt._patterns import select_names
+from ajaxckpt._plan_commands import run_migrate, run_plan
+from ajaxckpt._sessions import FOREIGN, Session, attempt, status_of
 from ajaxckpt._tables import escape
 
 if TYPE_CHECKING:
@@ -41,56 +39,6 @@ Body = dict[str, Any]
 
 _PIPE_WIDTH = 100
 _SUFFIX = ".safetensors"
-_FOREIGN = "not a checkpoint"
-_STATUS_OF = (
-    (CheckpointNotFoundError, "not found"),
-    (DamagedCheckpointError, "damaged"),
-    (NewerFormatError, "newer format"),
-    (NotACheckpointError, _FOREIGN),
-    (InvalidArgumentError, "usage"),
-)
-
-
-class Session(Protocol):
-    """What a command tells while it runs."""
-
-    @property
-    def as_json(self) -> bool:
-        """Whether the result is wanted as data, all at once."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Show a line of the result, where that is text."""
-        ...
-
-    def find(self) -> None:
-        """Remember that something was found: exit status 1."""
-        ...
-
-    def fail(self, path: str, status: str, error: CheckpointError | OSError) -> None:
-        """Show what is wrong with a path, and remember it."""
-        ...
-
-
-def attempt(
-    session: Session,
-    path: str,
-    act: Callable[[str, Namespace], T],
-    arguments: Namespace,
-) -> T | None:
-    """Return what the act gives for a path; None after saying why it failed."""
-    try:
-        return act(path, arguments)
-    except (CheckpointError, OSError) as error:
-        session.fail(path, _status_of(error), error)
-        return None
-
-
-def _status_of(error: Exception | None) -> str:
-    if error is None:
-        return "sound"
-    found = (word for kind, word in _STATUS_OF if isinstance(error, kind))
-    return next(found, "unreadable")
 
 
 def _inspect(path: str, arguments: Namespace) -> Inspection:
@@ -172,7 +120,7 @@ def _verify_directory(session: Session, path: str) -> Iterator[dict[str, Any]]:
     found = False
     for inner in sorted(paths, key=_by_numbers):
         file = _verify_file(session, inner, listed=True)
-        found = found or file["status"] != _FOREIGN
+        found = found or file["status"] != FOREIGN
         yield file
     if not found:
         problem = f"no checkpoint in this directory, of {len(paths)} *{_SUFFIX} files"
@@ -213,7 +161,7 @@ def _verified(
 ) -> dict[str, Any]:
     from ajaxckpt._reports import verify_document, verify_line
 
-    status = _status_of(error)
+    status = status_of(error)
     session.say(verify_line(path, status, report))
     if error is not None and finding:
         session.fail(path, status, error)
@@ -266,4 +214,6 @@ COMMANDS = {
     "verify": _run_verify,
     "diff": _run_diff,
     "digest": _run_digest,
+    "plan": run_plan,
+    "migrate": run_migrate,
 }

@@ -5,7 +5,7 @@ Pure: knows layouts and patterns; knows nothing of jax, trees or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ajaxckpt._errors import InvalidArgumentError
@@ -17,6 +17,7 @@ from ajaxckpt._layout import (
     extra_leading_axis,
     find_problem,
 )
+from ajaxckpt._names import join_names
 from ajaxckpt._patterns import Pattern, parse_pattern, select_names
 
 Patterns = str | Iterable[str]
@@ -68,6 +69,7 @@ def plan_layouts(
     keep: Patterns = (),
     ignore: Patterns = (),
     resize: Patterns = (),
+    from_skeleton: Collection[str] = (),
 ) -> Decisions:
     """Decide what becomes of every leaf.
 
@@ -77,11 +79,13 @@ def plan_layouts(
         keep: patterns over skeleton names: leaves to leave as they are.
         ignore: patterns over file names: leaves to leave unread.
         resize: patterns over skeleton names: leaves that may take the file's shape.
+        from_skeleton: skeleton names that a migration leaves as they are.
 
     Raises:
         InvalidArgumentError: a pattern is wrong or selects nothing.
     """
     kept = select_names(keep, list(skeleton), argument="keep")
+    kept.update(name for name in from_skeleton if name in skeleton)
     ignored = select_names(ignore, list(file), argument="ignore")
     resizable = select_names(resize, list(skeleton), argument="resize")
     wanted = [name for name in skeleton if name not in kept]
@@ -114,7 +118,7 @@ def plan_layouts(
 
 def file_name(subtree: str, name: str) -> str:
     """Return the name in the file of a skeleton's leaf below a subtree."""
-    return ".".join(part for part in (subtree, name) if part)
+    return join_names(subtree, name)
 
 
 def note_absences(
@@ -159,7 +163,10 @@ def _advise_keep(
 
 
 def advise(
-    mismatches: Sequence[Mismatch], subtree: str, excluded: Sequence[str]
+    mismatches: Sequence[Mismatch],
+    subtree: str,
+    excluded: Sequence[str],
+    suggestions: Sequence[str] = (),
 ) -> str:
     """Choose the one thing most likely to mend all mismatches."""
     if all(item.note.startswith("left out on purpose") for item in mismatches):
@@ -171,7 +178,16 @@ def advise(
             f"the {more}'s leaves have one more leading axis, of size {size} (seeds or "
             "devices?): build the skeleton with the same axis"
         )
-    return f"{_BUILD}{_advise_exceptions(mismatches)}"
+    return f"{_BUILD}{_advise_exceptions(mismatches)}{_advise_rules(suggestions)}"
+
+
+def _advise_rules(suggestions: Sequence[str]) -> str:
+    """Name the first migration line, if one is known that would help."""
+    if not suggestions:
+        return ""
+    more = len(suggestions) - 1
+    rest = f" and {more} more, which the plan prints" if more else ""
+    return f", or register a migration: {suggestions[0]}{rest}"
 
 
 def _problem_of(item: Mismatch) -> str:

@@ -95,11 +95,48 @@ comparison.notes[].fact              str
 comparison.notes[].a                 str | null
 comparison.notes[].b                 str | null
 """
+_PLAN = """
+plan                                 null
+plan.path                            str
+plan.subtree                         str
+plan.checkpoint_id                   str
+plan.step                            int | null
+plan.restores                        bool
+plan.load[]                          str
+plan.migrate[].name                  str
+plan.migrate[].sources[]             str
+plan.migrate[].rule                  str
+plan.keep[]                          str
+plan.ignore[]                        str
+plan.resize[]                        str
+plan.adopt[]                         str
+plan.drop[].name                     str
+plan.drop[].rule                     str
+plan.mismatches[].name               str
+plan.mismatches[].problem            str
+plan.mismatches[].expected           str | null
+plan.mismatches[].found              str | null
+plan.mismatches[].note               str
+plan.notes[]                         str
+plan.suggestions[]                   str
+"""
+_MIGRATE = """
+copy                                 null
+copy.path                            str
+copy.checkpoint_id                   str
+copy.parent_id                       str
+copy.step                            int | null
+copy.digest                          str
+copy.leaves                          int
+copy.bytes                           int
+"""
 CONTRACT = {
     "inspect": _EVERY + _INSPECT.lstrip(),
     "verify": _EVERY + _VERIFY.lstrip(),
     "diff": _EVERY + _DIFF.lstrip(),
     "digest": _EVERY + _DIGEST.lstrip(),
+    "plan": _EVERY + _PLAN.lstrip(),
+    "migrate": _EVERY + _MIGRATE.lstrip(),
 }
 
 

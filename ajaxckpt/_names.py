@@ -140,6 +140,16 @@ def join_segments(segments: Iterable[str]) -> str:
     return ".".join(segments)
 
 
+def join_names(*names: str) -> str:
+    """Join names, of which the name of a lone leaf, "", adds nothing.
+
+    Example:
+        >>> join_names("actor", "", "params.w")
+        'actor.params.w'
+    """
+    return ".".join(filter(None, names))
+
+
 def split_name(name: str) -> tuple[str, ...]:
     """Split a name into its spelled segments, checking every character.
 

@@ -70,7 +70,7 @@ def parse_pattern(text: object, argument: str = "pattern") -> Pattern:
         True
     """
     segments = split_pattern(text, argument)
-    return Pattern(text=str(text), _regex=re.compile(_translate(segments)))
+    return Pattern(text=str(text), _regex=re.compile(translate(segments)))
 
 
 def split_pattern(text: object, argument: str = "pattern") -> list[str]:
@@ -126,32 +126,38 @@ def _spell_path(text: str) -> str | None:
     return name if changed and is_canonical(name) else None
 
 
-def _translate(segments: Iterable[str]) -> str:
+def translate(segments: Iterable[str], *, capture: bool = False) -> str:
     """Compile to one regex whose match at the start of a name is a selection.
 
     After ``**`` the first place where the next block fits is as good as any, since
     whatever follows the last block is selected too. So no block is tried again once
     it fits, and no pattern makes matching slower than length times blocks.
+
+    Args:
+        segments: the pattern's, as ``split_pattern`` gives them.
+        capture: whether each star becomes a group.
     """
+    group = "(" if capture else "(?:"
     blocks: list[list[str]] = [[]]
     for segment in segments:
         if segment == "**":
             blocks.append([])
         else:
-            blocks[-1].append(f"{_START}{_translate_segment(segment)}{_END}")
+            translated = _translate_segment(segment, group)
+            blocks[-1].append(f"{_START}{translated}{_END}")
     first, *others = map("".join, blocks)
-    skip = f"(?:{_START}{ANY_SEGMENT})*?"
+    skip = f"{group}(?:{_START}{ANY_SEGMENT})*?)"
     return first + "".join(f"(?>{skip}{block})" for block in others)
 
 
-def _translate_segment(segment: str) -> str:
+def _translate_segment(segment: str, group: str) -> str:
     if segment == "*":
-        return ANY_SEGMENT
+        return f"{group}{ANY_SEGMENT})"
     if segment[0] in '"<' or "*" not in segment:
         return re.escape(segment)
     first, *middle, last = map(re.escape, segment.split("*"))
-    runs = "".join(f"(?>{CHAR}*?{part})" for part in middle)
-    return f"{first}{runs}{CHAR}*{last}"
+    runs = "".join(f"(?>{group}{CHAR}*?){part})" for part in middle)
+    return f"{first}{runs}{group}{CHAR}*){last}"
 
 
 def select_names(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ajaxckpt._adoption import extend_skeleton
+from ajaxckpt._checks import find_lost_member, find_unfit
 from ajaxckpt._decisions import (
     Decisions,
     Patterns,
@@ -15,87 +16,72 @@ from ajaxckpt._decisions import (
     note_absences,
     plan_layouts,
 )
-from ajaxckpt._errors import LayoutMismatchError
-from ajaxckpt._layout import (
-    ARRAY_KINDS,
-    NUMBER_KINDS,
-    X64_DTYPES,
-    Layout,
-    LeafSpec,
-    Mismatch,
+from ajaxckpt._derived import DerivedLeaves
+from ajaxckpt._drafts import Draft
+from ajaxckpt._errors import InvalidArgumentError, LayoutMismatchError
+from ajaxckpt._layout import Layout, LeafSpec, Mismatch
+from ajaxckpt._leaves import function_name
+from ajaxckpt._migrating import (
+    Origin,
+    list_origins,
+    migrate_layout,
+    resolve_layout,
+    select_adopted,
+    select_kept,
 )
-from ajaxckpt._leaves import find_member, function_name
-from ajaxckpt._placement import array_form, restore_leaves
-from ajaxckpt._places import Target, can_hold, find_indivisible, is_x64
+from ajaxckpt._migrations import Migrations
+from ajaxckpt._names import relative_name, split_name
+from ajaxckpt._notes import note_config, note_provenance, note_versions
+from ajaxckpt._patterns import top_level
+from ajaxckpt._placement import restore_leaves
+from ajaxckpt._places import LeafSource, Target
+from ajaxckpt._plan_table import plan_lines
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._tree import FlatState, unflatten_state
-
-
-def _find_lost_member(name: str, like: Any, member: Any) -> Mismatch | None:
-    """Refuse an enum member that the skeleton's class no longer has."""
-    if not isinstance(like, enum.Enum) or find_member(type(like), member) is not None:
-        return None
-    note = f"{type(like).__qualname__} has no member {member!r}"
-    spec = LeafSpec(kind="enum")
-    return Mismatch(name=name, problem="kind", expected=spec, found=spec, note=note)
-
-
-def _find_indivisible(
-    name: str, like: Any, expected: LeafSpec, found: LeafSpec
-) -> Mismatch | None:
-    """Refuse a shape that the skeleton's sharding cannot cut."""
-    if (note := find_indivisible(like, found.shape)) is None:
-        return None
-    return Mismatch(
-        name=name, problem="shape", expected=expected, found=found, note=note
-    )
-
-
-def _find_unholdable(
-    name: str, like: Any, expected: LeafSpec, found: LeafSpec
-) -> Mismatch | None:
-    """Refuse a dtype that numpy has and this JAX has not, where JAX is to hold it."""
-    arrays = found.kind in ARRAY_KINDS and array_form(like, found) == "jax"
-    if not arrays or found.dtype == expected.dtype or can_hold(found.dtype):
-        return None
-    note = f"this JAX has no arrays of {found.dtype}"
-    return Mismatch(
-        name=name, problem="dtype", expected=expected, found=found, note=note
-    )
-
-
-def _find_wide(
-    name: str, like: Any, expected: LeafSpec, found: LeafSpec
-) -> Mismatch | None:
-    """Refuse a 64-bit jax leaf for a number that this JAX would make a narrow one."""
-    del like
-    wide = found.kind == "jax" and found.dtype in X64_DTYPES
-    if not (wide and expected.kind in NUMBER_KINDS) or is_x64():
-        return None
-    note = "x64 is off here: jax.config.update('jax_enable_x64', True)"
-    return Mismatch(
-        name=name, problem="dtype", expected=expected, found=found, note=note
-    )
+from ajaxckpt._skeletons import describe_skeleton, note_hyperparameters, refuse_abstract
+from ajaxckpt._suggestions import suggest_rules
+from ajaxckpt._tree import FlatState, flatten_state, unflatten_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
     """What a restore would do; the data, a readable table, and the act.
 
+    Names are relative to the subtree. Every leaf of the skeleton stands in ``load``,
+    ``migrate``, ``keep`` or ``mismatches``.
+
     Attributes:
         path: the file.
         subtree: the name in the file that the skeleton's root stands for.
         decisions: per leaf, what becomes of it.
-        notes: what is worth knowing and changes no value.
+        migrate: the leaves to be filled through a migration, and where from.
+        adopt: those of them that the skeleton lacks and the result will have.
+        drop: the file's leaves that a migration drops, and which rule did.
     """
 
     path: str
     subtree: str
     decisions: Decisions
-    notes: tuple[str, ...]
+    migrate: Mapping[str, Origin]
+    adopt: tuple[str, ...]
+    drop: Mapping[str, str]
     _checkpoint: Checkpoint
+    _source: LeafSource
     _skeleton: FlatState
+    _expected: Layout
     _file: Layout
+    _notes: tuple[str, ...]
+    _config: Mapping[str, Any] | None
+    _registries: tuple[Migrations, ...]
+
+    @property
+    def step(self) -> int | None:
+        """The step recorded in the file."""
+        return self._checkpoint.step
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the save: plans of one snapshot share it."""
+        return self._checkpoint.checkpoint_id
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,8 +90,8 @@ class RestorePlan:
 
     @property
     def load(self) -> tuple[str, ...]:
-        """The leaves to be filled from the file."""
-        return self.decisions.load
+        """The leaves to be filled from the file as they are."""
+        return tuple(n for n in self.decisions.load if n not in self.migrate)
 
     @property
     def keep(self) -> tuple[str, ...]:
@@ -114,12 +100,12 @@ class RestorePlan:
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """The file's leaves to be left unread."""
+        """The file's leaves, after migration, to be left unread."""
         return self.decisions.ignore
 
     @property
     def resize(self) -> tuple[str, ...]:
-        """The leaves to be loaded in another shape than the skeleton's."""
+        """The leaves to be filled in another shape than the skeleton's."""
         return self.decisions.resize
 
     @property
@@ -127,26 +113,50 @@ class RestorePlan:
         """What stands in the way of restoring."""
         return self.decisions.mismatches
 
-    def __str__(self) -> str:
-        """Render the plan: a count per decision, then what stands in the way."""
-        bytes_read = sum(self._file[name].nbytes for name in self.load)
-        counts = (
-            f"load {len(self.load)} ({bytes_read:,} bytes), keep {len(self.keep)}, "
-            f"ignore {len(self.ignore)}, resize {len(self.resize)}, "
-            f"mismatches {len(self.mismatches)}"
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing and changes no value: then and now."""
+        checkpoint = self._checkpoint
+        return (
+            *self._notes,
+            *note_versions(checkpoint.layouts, self._registries),
+            *note_config(checkpoint.config, self._config),
+            *note_provenance(checkpoint.provenance),
         )
-        where = f" (subtree {self.subtree})" if self.subtree else ""
-        lines = [f"{self.path}{where}: {counts}", *map(str, self.mismatches)]
-        return "\n  ".join([*lines, *self.notes])
+
+    @property
+    def suggestions(self) -> tuple[str, ...]:
+        """Migration lines that may mend the mismatches; read them before use."""
+        found = [
+            replace(item, name=file_name(self.subtree, item.name))
+            for item in self.mismatches
+            if not item.note
+        ]
+        names = ([file_name(self.subtree, n) for n in layout] for layout in self._both)
+        return suggest_rules(found, *names) if found else ()
+
+    @property
+    def _both(self) -> tuple[Layout, Layout]:
+        return self._file, self._expected
+
+    def specs(self, name: str) -> tuple[LeafSpec | None, LeafSpec | None]:
+        """Return the skeleton's and the migrated file's spec of a leaf."""
+        return self._expected.get(name), self._file.get(name)
+
+    def __str__(self) -> str:
+        """Render the plan as a table, what stands in the way and the way out."""
+        return "\n".join(plan_lines(self))
 
     def apply(self) -> Any:
         """Restore.
 
         Returns:
-            A new pytree of the skeleton's structure; the skeleton is not changed.
+            A new pytree of the skeleton's structure, and of what was adopted; the
+            skeleton is not changed.
 
         Raises:
             LayoutMismatchError: the plan has mismatches; nothing is restored.
+            MigrationError: a rule's function raised, or returned something else.
             DamagedCheckpointError: a leaf's bytes are not those written.
         """
         if self.mismatches:
@@ -157,54 +167,121 @@ class RestorePlan:
                 spec=self._file[name],
                 like=self._skeleton.leaves[name],
             )
-            for name in self.load
+            for name in self.decisions.load
         ]
         skeleton = self._skeleton.leaves.values()
-        restored = restore_leaves(targets, self._checkpoint.file, skeleton)
+        restored = restore_leaves(targets, self._source, skeleton)
         leaves = dict(self._skeleton.leaves)
-        for name in self.load:
+        for name in self.decisions.load:
             leaves[name] = restored[file_name(self.subtree, name)]
         return unflatten_state(self._skeleton, leaves)
 
 
 def make_plan(
     checkpoint: Checkpoint,
-    flat: FlatState,
-    skeleton: Layout,
-    file: Layout,
+    skeleton: Any,
     subtree: str,
     exceptions: Mapping[str, Patterns],
+    registries: tuple[Migrations, ...],
+    config: Mapping[str, Any] | None,
 ) -> RestorePlan:
-    """Plan how the leaves of an open checkpoint fill a flattened skeleton."""
-    decisions = plan_layouts(skeleton, file, **exceptions)
-    names = [(n, file_name(subtree, n)) for n in decisions.load]
-    enums = [pair for pair in names if file[pair[0]].kind == "enum"]
-    functions = [pair for pair in names if file[pair[0]].kind == "function"]
-    stored = checkpoint.read([full for _, full in (*enums, *functions)])
-    lost = [_find_lost_member(n, flat.leaves[n], stored[full]) for n, full in enums]
-    checked = [
-        check(name, flat.leaves[name], skeleton[name], file[name])
-        for name in decisions.load
-        for check in (_find_indivisible, _find_unholdable, _find_wide)
-    ]
-    found = [item for item in (*lost, *checked) if item is not None]
-    failed = {item.name for item in found}
-    mismatches = (*decisions.mismatches, *found)
+    """Plan how the leaves of an open checkpoint fill a skeleton."""
+    _check_subtree(subtree)
+    flat = flatten_state(skeleton)
+    expected = describe_skeleton(flat, exceptions["keep"])
+    draft = migrate_layout(checkpoint, expected, subtree, registries)
+    if adopted := select_adopted(draft, subtree):
+        flat = flatten_state(extend_skeleton(skeleton, adopted))
+        expected = describe_skeleton(flat, exceptions["keep"])
+    kept = select_kept(draft, subtree)
+    refuse_abstract(flat, kept, "a migration takes")
+    file = _file_below(draft, expected, subtree)
+    source = (
+        checkpoint.file if not registries else _derive(checkpoint, draft, file, subtree)
+    )
+    decisions = plan_layouts(expected, file, from_skeleton=kept, **exceptions)
+    decisions, notes = _check_leaves(decisions, flat, expected, file, source, subtree)
+    origins = list_origins(draft, subtree)
     excluded = tuple(checkpoint.excluded)
+    mismatches = note_absences(
+        decisions.mismatches, subtree, excluded, decisions.ignore
+    )
     return RestorePlan(
         path=checkpoint.path,
         subtree=subtree,
-        decisions=replace(
-            decisions,
-            load=tuple(name for name in decisions.load if name not in failed),
-            resize=tuple(name for name in decisions.resize if name not in failed),
-            mismatches=note_absences(mismatches, subtree, excluded, decisions.ignore),
-        ),
-        notes=_note_functions(functions, flat, stored),
+        decisions=replace(decisions, mismatches=mismatches),
+        migrate={n: origins[n] for n in decisions.load if n in origins},
+        adopt=tuple(name for name in adopted if name in decisions.load),
+        drop=dict(draft.dropped),
         _checkpoint=checkpoint,
+        _source=source,
         _skeleton=flat,
+        _expected=expected,
         _file=file,
+        _notes=(*notes, *note_hyperparameters(checkpoint, draft, flat, subtree)),
+        _config=config,
+        _registries=registries,
     )
+
+
+def _derive(
+    checkpoint: Checkpoint, draft: Draft, file: Layout, subtree: str
+) -> DerivedLeaves:
+    layout = {file_name(subtree, name): spec for name, spec in file.items()}
+    return DerivedLeaves(checkpoint.file, draft.leaves, layout)
+
+
+def _check_subtree(subtree: str) -> None:
+    if type(subtree) is not str:  # pyright: ignore[reportUnnecessaryComparison]
+        problem = f"subtree: expected a leaf name, found {type(subtree).__name__}"
+        raise InvalidArgumentError(problem, hint="pass a str")
+    try:
+        split_name(subtree or "x")
+    except ValueError as error:
+        hint = "pass the leaf name of a node, such as subtree='actor.params'"
+        raise InvalidArgumentError(f"subtree: {error}", hint=hint) from error
+
+
+def _file_below(draft: Draft, skeleton: Layout, subtree: str) -> Layout:
+    """Return the migrated layout below a name, with names relative to it."""
+    below = (relative_name(name, subtree) for name in draft.leaves)
+    if subtree and all(name is None for name in below):
+        names = ", ".join(top_level(list(draft.leaves)))
+        raise InvalidArgumentError(
+            f"subtree={subtree!r} selects no leaf of the file",
+            hint=f"choose a name below one of: {names}",
+        )
+    return resolve_layout(draft, skeleton, subtree)
+
+
+def _check_leaves(
+    decisions: Decisions,
+    flat: FlatState,
+    expected: Layout,
+    file: Layout,
+    source: LeafSource,
+    subtree: str,
+) -> tuple[Decisions, tuple[str, ...]]:
+    """Add what the specs alone do not show; return notes on functions beside."""
+    names = [(n, file_name(subtree, n)) for n in decisions.load]
+    enums = [pair for pair in names if file[pair[0]].kind == "enum"]
+    functions = [pair for pair in names if file[pair[0]].kind == "function"]
+    stored = source.read([full for _, full in (*enums, *functions)])
+    lost = [find_lost_member(n, flat.leaves[n], stored[full]) for n, full in enums]
+    unfit = (
+        item
+        for name in decisions.load
+        for item in find_unfit(name, flat.leaves[name], expected[name], file[name])
+    )
+    found = [item for item in (*lost, *unfit) if item is not None]
+    failed = {item.name for item in found}
+    decisions = replace(
+        decisions,
+        load=tuple(name for name in decisions.load if name not in failed),
+        resize=tuple(name for name in decisions.resize if name not in failed),
+        mismatches=(*decisions.mismatches, *found),
+    )
+    return decisions, _note_functions(functions, flat, stored)
 
 
 def _note_functions(
@@ -232,5 +309,5 @@ def _mismatch_error(plan: RestorePlan, excluded: Sequence[str]) -> LayoutMismatc
         path=plan.path,
         details=[str(item) for item in mismatches],
         mismatches=mismatches,
-        hint=advise(mismatches, plan.subtree, excluded),
+        hint=advise(mismatches, plan.subtree, excluded, plan.suggestions),
     )

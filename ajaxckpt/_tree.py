@@ -42,7 +42,7 @@ class FlatState:
     treedef: Any
 
 
-def _segment(entry: Any) -> str:
+def name_entry(entry: Any) -> str:
     """Name one key-path entry."""
     if isinstance(entry, DictKey | FlattenedIndexKey):
         return format_key(cast("object", entry.key))
@@ -57,7 +57,7 @@ def _name_path(path: Sequence[Any]) -> str:
     segments: list[str] = []
     for entry in path:
         try:
-            segments.append(_segment(entry))
+            segments.append(name_entry(entry))
         except UnnameableKeyError as error:
             parent = join_segments(segments)
             raise UnsupportedLeafError(

@@ -79,12 +79,14 @@ def _ignore(chunk: Any) -> None:
     del chunk
 
 
+def digest_leaf(source: Source) -> str:
+    """Return the digest of one leaf's payload without writing it."""
+    return _hash_chunks(_iter_source(source), _ignore)
+
+
 def digest_data(state: StateData) -> str:
     """Return the digest of a state without writing it."""
-    digests = {
-        name: _hash_chunks(_iter_source(source), _ignore)
-        for name, source in state.sources.items()
-    }
+    digests = {name: digest_leaf(source) for name, source in state.sources.items()}
     return digest_state(state.layout, state.values, digests)
 
 

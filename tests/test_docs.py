@@ -155,7 +155,9 @@ def test_examples_in_docstrings_are_so(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.safetensors")
     save_checkpoint({"w": jnp.ones(3), "step": 7}, path, step=7)
     module = importlib.import_module(f"ajaxckpt.{name}")
-    result = doctest.testmod(module, extraglobs={"path": path, "jnp": jnp})
+    public = {name: getattr(ajaxckpt, name) for name in ajaxckpt.__all__}
+    names = {"path": path, "jnp": jnp, **public}
+    result = doctest.testmod(module, extraglobs=names)
     assert result.failed == 0
 
 

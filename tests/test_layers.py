@@ -19,14 +19,19 @@ LAYERS = [
     ["_leaves", "_tree", "_places", "_device_arrays", "_placement"],
     ["_paths", "_files"],
     ["_writer", "_leaf_file", "_reader"],
-    ["_opening", "_plan", "_collecting", "_checkpoint"],
+    ["_templates", "_drafts", "_scopes", "_verbs", "_moves", "_axes"],
+    ["_entries", "_rules", "_migrations", "_applying"],
+    ["_opening", "_migrating", "_derived", "_notes", "_skeletons", "_checks"],
+    ["_tables", "_plan_table", "_suggestions", "_adoption"],
+    ["_plan", "_collecting", "_checkpoint", "_copying"],
 ]
 CLI = [
-    *("_tables", "_document", "_arguments", "_inspection", "_comparison"),
-    *("_reports", "_commands"),
+    *("_document", "_arguments", "_inspection", "_comparison"),
+    *("_reports", "_sessions", "_loading", "_plan_commands", "_commands"),
 ]
 JAX_MODULES = {
     *("_leaves", "_tree", "_places", "_device_arrays", "_placement", "_checkpoint"),
+    *("_skeletons", "_adoption"),
 }
 
 
@@ -133,6 +138,7 @@ def test_only_files_changes_the_disk() -> None:
 
 def test_nothing_on_a_read_path_runs_code() -> None:
     forbidden = {"eval", "exec", "compile", "__import__", "import_module"}
+    forbidden |= {"importlib.import_module"}
     for module, source in read_sources().items():
         assert not {"pickle", "marshal", "shelve", "dill"} & set(
             runtime_imports(source)
@@ -142,7 +148,10 @@ def test_nothing_on_a_read_path_runs_code() -> None:
             for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.Call)
         }
-        assert not forbidden & names, module
+        # what the command line names is the user's own code; no file names any
+        assert not forbidden & names or module == "_loading", module
+        if "_loading" in internal_imports(source):
+            assert module == "_plan_commands"
 
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "rich")

@@ -378,7 +378,9 @@ def test_all_mismatches_stand_in_one_error_in_the_skeletons_order(path: Path) ->
         "  key: expected key<threefry2x32>[], found key<rbg>[]",
         "  actor.old: expected nothing, found float32[2]",
         f"{BUILD_HINT}, or name the exceptions: keep= for what the file lacks, "
-        "ignore= for what the skeleton lacks, resize= for other shapes",
+        "ignore= for what the skeleton lacks, resize= for other shapes, or register a "
+        'migration: step.move("actor.old", "actor.new") and 2 more, which the plan '
+        "prints",
     ]
     assert [(item.name, item.problem) for item in error.mismatches] == [
         ("actor.b", "dtype"),
@@ -418,7 +420,10 @@ def test_a_deeper_network_lists_ten_leaves_and_counts_the_rest(path: Path) -> No
         assert line.startswith(start)
         assert line.endswith(", found nothing")
     assert more == "  and 6 more"
-    assert hint == f"{BUILD_HINT}, or name the exceptions: keep=…"
+    assert hint == (
+        f"{BUILD_HINT}, or name the exceptions: keep=…, or register a migration: "
+        'step.add("layer_10", from_skeleton=True) and 7 more, which the plan prints'
+    )
     assert len(error.mismatches) == 16
 
 
@@ -491,17 +496,20 @@ def test_other_shapes_are_no_leading_axis(path: Path) -> None:
 def test_the_hint_names_the_argument_that_helps_and_it_does(path: Path) -> None:
     saved = {"w": _zeros(3), "n": jnp.asarray(1)}
     save_checkpoint(saved, path)
-    for skeleton, argument, name in (
-        ({**saved, "ema": _zeros(3)}, "keep", "ema"),
-        ({"w": _zeros(3)}, "ignore", "n"),
-        ({**saved, "w": _zeros(4)}, "resize", "w"),
+    for skeleton, argument, name, verb in (
+        ({**saved, "ema": _zeros(3)}, "keep", "ema", 'add("ema", from_skeleton=True)'),
+        ({"w": _zeros(3)}, "ignore", "n", 'drop("n")'),
+        ({**saved, "w": _zeros(4)}, "resize", "w", ""),
     ):
         hint = _last_line(_refuse(skeleton, path))
-        assert hint == f"{BUILD_HINT}, or name the exceptions: {argument}=({name!r},)"
+        rule = f", or register a migration: step.{verb}" if verb else ""
+        exception = f", or name the exceptions: {argument}=({name!r},)"
+        assert hint == f"{BUILD_HINT}{exception}{rule}"
         restore_into(skeleton, path, **{argument: (name,)})
     hint = _last_line(_refuse({**saved, "w": _zeros(3, dtype=np.float16)}, path))
     leave_out = "only keep= and ignore= can leave out what is of another dtype or kind"
-    assert hint == f"{BUILD_HINT}; {leave_out}"
+    rule = 'step.cast("w", "float16")'
+    assert hint == f"{BUILD_HINT}; {leave_out}, or register a migration: {rule}"
 
 
 def test_what_is_ignored_and_wanted_says_so(path: Path) -> None:
@@ -850,11 +858,10 @@ def test_the_plan_is_data_and_prints_as_a_table(path: Path) -> None:
     assert plan.resize == ("replay.data",)
     assert plan.mismatches == ()
     first, *rest = str(plan).splitlines()
+    assert str(path) in first
     # 3 and 2 float32, 6 float64; Python numbers and functions stand in the header
-    assert first == (
-        f"{path}: load 5 (68 bytes), keep 1, ignore 2, resize 1, mismatches 0"
-    )
-    (note,) = [line for line in rest if "function" in line]
+    assert "68" in " ".join(rest)
+    (note,) = [line for line in rest if "skeleton's function" in line]
     assert "act" in note
     assert f"{__name__}._relu" in note
     assert "builtins.abs" in note
@@ -863,9 +870,9 @@ def test_the_plan_is_data_and_prints_as_a_table(path: Path) -> None:
 def test_a_plan_prints_its_mismatches(path: Path) -> None:
     save_checkpoint({"a": _zeros(3)}, path)
     text = str(plan_restore({"a": _zeros(4), "b": 0}, path))
-    assert "mismatches 2" in text
-    assert "a: expected float32[4], found float32[3]" in text
-    assert "b: expected Python int, found nothing" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert any({"a", "float32[4]", "float32[3]"} <= set(row) for row in rows)
+    assert any({"b", "Python", "int"} <= set(row) for row in rows)
 
 
 def test_a_plan_can_be_applied_twice_and_after_the_file_is_replaced(
@@ -1225,7 +1232,8 @@ def test_configs_do_not_enter_the_states_digest(path: Path) -> None:
     assert other.digest == plain
 
 
-def test_migrations_are_refused_until_there_is_a_registry(path: Path) -> None:
-    _assert_refused(path, "migrations=3", "no migrations registry", migrations=3)
-    with pytest.raises(InvalidArgumentError, match="migrations"):
-        restore_into({"old": 0}, path, migrations=3)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [3, "agent", [3], {"agent": 1}, b"agent"])
+def test_what_is_no_registry_of_migrations_is_refused(wrong: Any, path: Path) -> None:
+    _assert_refused(path, "migrations", "expected registries, found", migrations=wrong)
+    with pytest.raises(InvalidArgumentError, match="migrations: expected registries"):
+        restore_into({"old": 0}, path, migrations=wrong)

@@ -1,0 +1,118 @@
+"""Where migrations are applied: a file's draft, brought to today's layout.
+
+Knows registries and drafts; reads nothing but what a rule's check asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ajaxckpt._drafts import Draft
+from ajaxckpt._entries import Entry, Verb, show_until
+from ajaxckpt._errors import MigrationError
+from ajaxckpt._migrations import Migrations
+from ajaxckpt._patterns import near_names
+from ajaxckpt._scopes import Facts, Scope
+from ajaxckpt._templates import Source
+from ajaxckpt._verbs import ask_user
+
+
+def apply_migrations(
+    draft: Draft,
+    registries: Sequence[Migrations],
+    versions: Mapping[str, int],
+    facts: Facts,
+) -> None:
+    """Bring a draft to today's layout, in place.
+
+    Args:
+        draft: the file's layout.
+        registries: applied one after the other.
+        versions: the layout version per registry that the file records.
+        facts: what rules may look at.
+
+    Raises:
+        MigrationError: a rule cannot be applied; the draft is then of no use.
+    """
+    for registry in registries:
+        version = versions.get(registry.name, 0)
+        if version > registry.version:
+            raise MigrationError(
+                f"the file has layout version {version} of {registry.name!r}, "
+                f"this code knows up to {registry.version}",
+                hint="restore it with the newer code that saved it",
+            )
+        for entry in registry.entries:
+            if entry.number:
+                if entry.number > version:
+                    _apply_entry(draft, registry, entry, facts)
+            elif _is_due(draft, entry, facts):
+                _apply_entry(draft, registry, entry, facts)
+
+
+def _is_due(draft: Draft, entry: Entry, facts: Facts) -> bool:
+    """Tell whether a structural rule applies to a draft."""
+    if entry.when is not None:
+        return ask_user(_root(draft, entry, facts), entry.when)
+    verbs = [verb for verb in entry.verbs if not verb.guard]
+    first = (verbs or entry.verbs)[:1]
+    return any(_act(draft.copy(), entry, verb, facts, strict=False) for verb in first)
+
+
+def _root(draft: Draft, entry: Entry, facts: Facts) -> Scope:
+    return Scope(draft=draft, node="", rule=entry.title, facts=facts)
+
+
+def _apply_entry(
+    draft: Draft, registry: Migrations, entry: Entry, facts: Facts
+) -> None:
+    if entry.until is not None and registry.has_expired(entry):
+        raise MigrationError(
+            f"{entry.title} ended with {show_until(entry.until)}; the file needs it",
+            hint="restore and save it once with code from before, or lengthen until=",
+        )
+    for verb in entry.verbs:
+        found = _act(draft, entry, verb, facts, strict=True)
+        excused = verb.guard or (verb.asks_skeleton and facts.partial)
+        if not found and not excused:
+            raise _nothing_found(draft, registry, entry, verb)
+    draft.applied.append(entry.title)
+
+
+def _nothing_found(
+    draft: Draft, registry: Migrations, entry: Entry, verb: Verb
+) -> MigrationError:
+    words = verb.text.split()
+    near = near_names(words[1], draft.leaves) if len(words) > 1 else []
+    hint = f"near names: {', '.join(near)}" if near else "look at ajaxckpt inspect"
+    if entry.number:
+        hint += (
+            f"; a file saved by today's code must record its version: save_checkpoint("
+            f"…, migrations={registry.name})"
+        )
+    return MigrationError(f"{entry.title}: {verb.text}: finds nothing", hint=hint)
+
+
+def _act(draft: Draft, entry: Entry, verb: Verb, facts: Facts, *, strict: bool) -> bool:
+    """Let a verb act on each of its scopes; tell whether it found what it must."""
+    if not verb.scopes:
+        return verb.act(_root(draft, entry, facts))
+    found: list[bool] = []
+    for source in verb.scopes:
+        nodes = list(_nodes(draft, source, facts))
+        if not nodes and strict and not verb.guard and not facts.partial:
+            root = _root(draft, entry, facts)
+            raise root.error(f"{verb.text}: no node is named {source.text or repr('')}")
+        scopes = [
+            Scope(draft=draft, node=node, rule=entry.title, facts=facts)
+            for node in nodes
+        ]
+        found.append(any([verb.act(scope) for scope in scopes]))
+    return found[0]
+
+
+def _nodes(draft: Draft, source: Source, facts: Facts) -> Iterator[str]:
+    """Yield the nodes that a pattern names, in the file or in the skeleton."""
+    names = dict.fromkeys((*draft.leaves, *(facts.skeleton or ())))
+    matches = (source.match(name) for name in names)
+    yield from dict.fromkeys(match.node for match in matches if match is not None)
