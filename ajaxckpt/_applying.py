@@ -55,18 +55,22 @@ def _is_due(draft: Draft, entry: Entry, facts: Facts) -> bool:
     if entry.when is not None:
         return ask_user(_root(draft, entry, facts), entry.when)
     verbs = [verb for verb in entry.verbs if not verb.guard]
-    first = (verbs or entry.verbs)[:1]
-    return any(_act(draft.copy(), entry, verb, facts, strict=False) for verb in first)
+    if not verbs:  # what only refuses looks for itself
+        return True
+    return _act(draft.copy(), entry, verbs[0], facts, strict=False)
 
 
-def _root(draft: Draft, entry: Entry, facts: Facts) -> Scope:
-    return Scope(draft=draft, node="", rule=entry.title, facts=facts)
+def _root(draft: Draft, entry: Entry, facts: Facts, node: str = "") -> Scope:
+    numbered = entry.number > 0
+    title = entry.title
+    return Scope(draft=draft, node=node, rule=title, facts=facts, numbered=numbered)
 
 
 def _apply_entry(
     draft: Draft, registry: Migrations, entry: Entry, facts: Facts
 ) -> None:
-    if entry.until is not None and registry.has_expired(entry):
+    changes = any(not verb.guard for verb in entry.verbs)
+    if entry.until is not None and changes and registry.has_expired(entry):
         raise MigrationError(
             f"{entry.title} ended with {show_until(entry.until)}; the file needs it",
             hint="restore and save it once with code from before, or lengthen until=",
@@ -103,10 +107,7 @@ def _act(draft: Draft, entry: Entry, verb: Verb, facts: Facts, *, strict: bool) 
         if not nodes and strict and not verb.guard and not facts.partial:
             root = _root(draft, entry, facts)
             raise root.error(f"{verb.text}: no node is named {source.text or repr('')}")
-        scopes = [
-            Scope(draft=draft, node=node, rule=entry.title, facts=facts)
-            for node in nodes
-        ]
+        scopes = [_root(draft, entry, facts, node) for node in nodes]
         found.append(any([verb.act(scope) for scope in scopes]))
     return found[0]
 

@@ -202,7 +202,7 @@ def split_leaves(
             new = (*shape[:at], length, *shape[at + 1 :])
             window = (*(slice(None),) * at, slice(start, start + length))
             part = _derive(scope, [leaf], new, lambda x, w=window: x[w])
-            _put(scope, cut, target.fill(match.captures, match.rest), part)
+            _put(scope, cut, scope.fill(target, match), part)
             start += length
     scope.replace(found, cut)
     return bool(found)
@@ -227,7 +227,7 @@ def concatenate_leaves(
     used: dict[str, None] = {}
     joined: dict[str, DraftLeaf] = {}
     for name, match in found.items():
-        names = [name, *(o.fill(match.captures, match.rest) for o in others)]
+        names = [name, *(scope.fill(o, match) for o in others)]
         leaves = [scope.get(item) for item in names]
         shapes = [_shape(scope, n, x) for n, x in zip(names, leaves, strict=True)]
         new = None
@@ -240,7 +240,7 @@ def concatenate_leaves(
             _check_alike(scope, names, leaves, at)
         used.update(dict.fromkeys(names))
         leaf = _derive(scope, leaves, new, lambda *x, a=at: np.concatenate(x, a))
-        _put(scope, joined, target.fill(match.captures, match.rest), leaf)
+        _put(scope, joined, scope.fill(target, match), leaf)
     scope.replace(used, joined)
     return bool(found)
 
@@ -276,7 +276,7 @@ def stack_leaves(scope: Scope, source: Source, target: Template, axis: int) -> b
     found = source.find(scope.names())
     groups: dict[str, list[str]] = defaultdict(list)
     for name, match in sorted(found.items(), key=lambda item: _order(item[1])):
-        groups[target.fill(match.captures, match.rest)].append(name)
+        groups[scope.fill(target, match)].append(name)
     stacked: dict[str, DraftLeaf] = {}
     for new, names in groups.items():
         leaves = [scope.get(name) for name in names]
@@ -302,7 +302,7 @@ def unstack_leaves(scope: Scope, source: Source, target: Template, axis: int) ->
             )
         at = _axis(scope, name, axis, len(shape))
         for place in range(shape[at]):
-            new = target.fill(match.captures, match.rest, place)
+            new = scope.fill(target, match, place)
             _put(scope, apart, new, take(place, at)(scope, name, leaf))
     scope.replace(found, apart)
     return bool(found)

@@ -5,11 +5,11 @@ Knows open checkpoints and drafts; knows nothing of pytrees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ajaxckpt._applying import apply_migrations
-from ajaxckpt._drafts import Draft, draft_layout, resolve_spec
+from ajaxckpt._drafts import Draft, DraftLeaf, draft_layout, resolve_spec
 from ajaxckpt._layout import Layout, LeafSpec
 from ajaxckpt._migrations import Migrations
 from ajaxckpt._names import join_names, relative_name
@@ -61,7 +61,17 @@ def migrate_layout(
         read=checkpoint.read,
     )
     apply_migrations(draft, registries, checkpoint.layouts, facts)
+    draft.leaves = dict(_expand_nodes(draft, named or {}))
     return draft
+
+
+def _expand_nodes(draft: Draft, skeleton: Layout) -> Iterator[tuple[str, DraftLeaf]]:
+    """Yield leaves, and for a node that was added under an older name its leaves."""
+    for name, leaf in draft.leaves.items():
+        added = leaf.form in ("skeleton", "constant") and name not in skeleton
+        below = [n for n in skeleton if added and relative_name(n, name) is not None]
+        free = [n for n in below if n not in draft.leaves]
+        yield from ((n, leaf) for n in free or (name,))
 
 
 def select_adopted(draft: Draft, subtree: str) -> dict[str, LeafSpec]:
@@ -90,7 +100,9 @@ def resolve_layout(draft: Draft, skeleton: Layout, subtree: str) -> dict[str, Le
     layout: dict[str, LeafSpec] = {}
     for full, leaf in draft.leaves.items():
         name = relative_name(full, subtree)
-        if name is not None and leaf.form != "skeleton":
+        if name is None:
+            continue
+        if leaf.form != "skeleton" or name not in skeleton:
             layout[name] = resolve_spec(name, leaf, skeleton)
     return layout
 

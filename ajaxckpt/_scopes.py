@@ -6,7 +6,7 @@ Knows drafts and names; knows no verb.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from ajaxckpt._errors import MigrationError
 from ajaxckpt._layout import Layout, LeafSpec, shown_name
 from ajaxckpt._names import join_names, relative_name
 from ajaxckpt._patterns import near_names, parse_pattern
+from ajaxckpt._templates import Match, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +87,14 @@ class Scope:
         node: the node's name.
         rule: the rule that acts, for records and messages.
         facts: what else is known.
+        numbered: whether the rule is a step, which others may follow.
     """
 
     draft: Draft
     node: str
     rule: str
     facts: Facts
-    _names: dict[str, None] = field(default_factory=dict[str, None])
+    numbered: bool = False
 
     def names(self) -> list[str]:
         """List the draft's leaves below the node."""
@@ -150,6 +152,17 @@ class Scope:
                 leaves.update(fresh)
                 fresh = {}
         self.draft.leaves = {**leaves, **fresh}
+
+    def fill(self, target: Template, match: Match, index: int | None = None) -> str:
+        """Return the name that a template makes of a match.
+
+        Raises:
+            MigrationError: it is none.
+        """
+        try:
+            return target.fill(match.captures, match.rest, index)
+        except MigrationError as error:
+            raise self.error(error.problem, error.hint) from error
 
     def error(self, problem: str, hint: str = "") -> MigrationError:
         """Return an error that names the rule."""

@@ -27,7 +27,6 @@ from ajaxckpt._tree import FlatState
 from ajaxckpt._writer import digest_leaf
 
 _HYPERPARAMETERS = "hyperparams"
-_SETTINGS = ("bool", "float", "complex", "str", "bytes", "enum")
 
 
 def describe_skeleton(flat: FlatState, keep: Patterns) -> Layout:
@@ -57,8 +56,8 @@ def note_hyperparameters(
 ) -> Iterator[str]:
     """Yield the hyperparameters whose stored value is not the skeleton's.
 
-    They are what lies below a node named ``hyperparams`` (optax), and Python values
-    that count nothing. Values in the payload are compared by their digests.
+    They are what lies below a node named ``hyperparams``, as optax has them. Values
+    are compared by their digests: nothing is read.
     """
     for name, leaf in flat.leaves.items():
         found = draft.leaves.get(file_name(subtree, name))
@@ -78,8 +77,6 @@ def note_hyperparameters(
 def _is_setting(name: str, leaf: Any) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return False
-    if type(leaf) in (bool, float, complex, str, bytes):
-        return True
     return _HYPERPARAMETERS in name and _HYPERPARAMETERS in split_name(name)
 
 

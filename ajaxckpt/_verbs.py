@@ -24,7 +24,7 @@ def move_leaves(scope: Scope, source: Source, target: Template, merge: bool) -> 
     found = source.find(scope.names())
     origins: dict[str, list[str]] = defaultdict(list)
     for name, match in found.items():
-        origins[target.fill(match.captures, match.rest)].append(name)
+        origins[scope.fill(target, match)].append(name)
     moved: dict[str, DraftLeaf] = {}
     for new, names in origins.items():
         if len(names) > 1:
@@ -81,8 +81,11 @@ def add_leaves(
 
 
 def _is_free(scope: Scope, name: str) -> bool:
-    """Tell whether a plain name can be added where there is no skeleton to ask."""
-    if scope.facts.skeleton is not None:
+    """Tell whether a plain name can be added that no skeleton asks for.
+
+    A numbered step stands in a history: a later one may give it today's name.
+    """
+    if scope.facts.skeleton is not None and not scope.numbered:
         return False
     return all(relative_name(taken, name) is None for taken in scope.names())
 
@@ -103,7 +106,7 @@ def computed_leaf(
     scope: Scope, match: Match, inputs: Sequence[Template], function: Any
 ) -> DraftLeaf:
     """Return a leaf computed from others."""
-    names = [item.fill(match.captures, match.rest) for item in inputs]
+    names = [scope.fill(item, match) for item in inputs]
     parts = tuple(scope.get(name) for name in names)
     if function is None:  # a copy
         return replace(parts[0], rule=scope.rule)
