@@ -113,7 +113,7 @@ def check_transcript(block: str) -> None:
 
 
 def test_the_transcripts_in_the_readme_are_what_is_shown(in_tmp_path: Path) -> None:
-    sound, damaged = blocks("console")
+    sound, damaged, _ = blocks("console")
     save_two()
     check_transcript(sound)
     path = in_tmp_path / "step-500.safetensors"
@@ -121,6 +121,28 @@ def test_the_transcripts_in_the_readme_are_what_is_shown(in_tmp_path: Path) -> N
     data[-100_000] ^= 1
     path.write_bytes(bytes(data))
     check_transcript(damaged)
+
+
+MY_AGENT = """
+import jax.numpy as jnp
+from ajaxckpt import Migrations
+
+def skeleton():
+    return {"trunk": {"w": jnp.zeros((8, 4))}, "step": 0}
+
+migrations = Migrations("my-agent")
+migrations.step(1, "a trunk").move("Dense_0", "trunk")
+"""
+
+
+def test_the_transcript_of_a_plan_is_what_is_shown(
+    in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_tmp_path / "my_agent.py").write_text(MY_AGENT)
+    monkeypatch.setattr(sys, "path", [str(in_tmp_path), *sys.path])
+    state = {"Dense_0": {"w": jnp.ones((8, 4))}, "step": 400}
+    save_checkpoint(state, "old.safetensors", step=400)
+    check_transcript(blocks("console")[2])
 
 
 def promises() -> list[tuple[str, str]]:
@@ -146,7 +168,7 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 
 def package_modules() -> list[str]:
-    names = sorted(path.stem for path in (ROOT / "ajaxckpt").glob("_*.py"))
+    names = sorted(path.stem for path in (ROOT / "ajaxckpt").glob("*.py"))
     return [name for name in names if not name.startswith("__")]
 
 
@@ -169,7 +191,12 @@ def test_every_public_verb_shows_an_example() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in (ROOT / "README.md", ROOT / "ajaxckpt" / "FORMAT.md"):
+    package = ROOT / "ajaxckpt"
+    for document in (
+        ROOT / "README.md",
+        package / "FORMAT.md",
+        package / "MIGRATIONS.md",
+    ):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), target
 
