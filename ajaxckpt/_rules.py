@@ -191,7 +191,7 @@ class Rules:
         else:
             make = partial(_verbs.computed_leaf, inputs=templates, function=compute)
             how = f"from {', '.join(names)}" if names else "computed"
-        act = partial(_verbs.add_leaves, target=pattern, name=target, make=make)
+        act = partial(_verbs.add_leaves, target=pattern, inputs=templates, make=make)
         return self._append(f"add {target} {how}", act, asks_skeleton=True)
 
     def adopt(self, pattern: str) -> Rules:

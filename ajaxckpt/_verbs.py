@@ -69,13 +69,21 @@ def drop_names(scope: Scope, names: Sequence[str]) -> None:
 def add_leaves(
     scope: Scope,
     target: Source,
-    name: str,
+    inputs: Sequence[Template],
     make: Callable[[Scope, Match], DraftLeaf],
 ) -> bool:
-    """Add what the file lacks: the skeleton's leaves that a pattern selects."""
+    """Add what the file lacks: the skeleton's leaves that a pattern selects.
+
+    A plain name that is no leaf of the skeleton stands for what the step's own
+    layout had there; a later step may move it, and a node is filled in the end.
+    """
     found = target.find(scope.wanted())
-    if not found and target.stars == 0 and _is_free(scope, name):
-        found = {name: Match(node=name, captures=(), rest="")}
+    leaf = Match(node=target.text, captures=(), rest="")
+    if target.stars == 0 and leaf.node not in found and _is_free(scope, leaf.node):
+        if all(
+            scope.full(scope.fill(item, leaf)) in scope.draft.leaves for item in inputs
+        ):
+            found = {leaf.node: leaf}
     scope.replace({}, {new: make(scope, match) for new, match in found.items()})
     return bool(found)
 

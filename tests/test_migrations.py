@@ -583,6 +583,21 @@ def test_what_a_step_adds_a_later_step_may_rename_or_drop(path: Path) -> None:
         restore_into({"count": 0}, path, migrations=migrations)
 
 
+@pytest.mark.parametrize("how", ["a value", "computed"])
+def test_what_a_step_adds_may_move_below_its_own_name(how: str, path: Path) -> None:
+    migrations = Migrations("agent")
+    step = migrations.step(1, "added")
+    if how == "a value":
+        step.add("b", 1)
+    else:
+        step.add("b", compute=lambda x: x * 0 + 1, inputs="x")
+    migrations.step(2, "a level more").move("b", "b.c")
+    save_checkpoint(X, path)
+    skeleton = {**ZEROS, "b": {"c": np.zeros_like(W)}}
+    restored = restore_into(skeleton, path, migrations=migrations)
+    same(restored["b"]["c"], np.ones_like(W))
+
+
 def test_a_newer_layout_is_refused_by_number(path: Path) -> None:
     newer = Migrations("agent")
     for number in range(1, 6):
@@ -853,6 +868,53 @@ def test_a_migration_holds_no_more_than_the_leaf_it_touches(path: Path) -> None:
     same(restored["small"], -small)
 
 
+def test_below_a_subtree_it_holds_that_leaf_alone(path: Path) -> None:
+    small = np.ones((1 << 20) // 4, np.float32)
+    save_checkpoint({"small": small, "big": np.ones((64 << 20) // 4, "f4")}, path)
+    migrations = one_step(lambda r: r.map("small", np.negative).map("big", np.sin))
+    skeleton = np.empty_like(small)
+    tracemalloc.start()
+    restored = restore_into(skeleton, path, subtree="small", migrations=migrations)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
+    same(restored, -small)
+
+
+@pytest.mark.parametrize("verb", ["move", "map"])
+def test_migrated_leaves_lie_in_the_skeletons_shards(verb: str, path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    values = np.arange(32, dtype=np.float32).reshape(16, 2)
+    skeleton = {"new": jax.device_put(jnp.zeros((16, 2)), sharding)}
+    migrations = one_step(
+        lambda r: (
+            r.move("old", "new").map("new", np.negative)
+            if verb == "map"
+            else r.move("old", "new")
+        )
+    )
+    save_checkpoint({"old": values}, path)
+    restored = restore_into(skeleton, path, migrations=migrations)["new"]
+    assert restored.sharding == sharding
+    same(restored, -values if verb == "map" else values)
+    assert {shard.data.shape for shard in restored.addressable_shards} == {(2, 2)}
+
+
+def test_what_was_saved_by_other_versions_is_noted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ajaxckpt import _checkpoint
+
+    then = {**_checkpoint.gather_provenance(), "jax": "0.0.1", "time": "long ago"}
+    with monkeypatch.context() as patched:
+        patched.setattr(_checkpoint, "gather_provenance", lambda: then)
+        save_checkpoint(X, path)
+    plan = plan_restore(ZEROS, path)
+    assert plan.notes == (f"jax: 0.0.1 then, {jax.__version__} now",)
+    assert plan.notes[0] in str(plan)
+
+
 def test_a_plan_reads_no_payload(path: Path) -> None:
     save_checkpoint({"x": W, "n": 1}, path)
     damaged = bytearray(path.read_bytes())
@@ -904,6 +966,28 @@ def test_a_copy_is_verified_and_says_where_it_comes_from(
     assert restored["s"] == "é!"
     with pytest.raises(InvalidArgumentError, match="is there already"):
         migrate_checkpoint(path, new, migrations)
+
+
+def test_a_copy_that_was_written_wrongly_is_found_at_once(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ajaxckpt import _copying
+
+    write = _copying.write_checkpoint
+
+    def write_on_a_bad_disk(new: str, *rest: Any) -> Any:
+        record = write(new, *rest)
+        data = bytearray(Path(new).read_bytes())
+        data[-1] ^= 1
+        Path(new).write_bytes(data)
+        return record
+
+    monkeypatch.setattr(_copying, "write_checkpoint", write_on_a_bad_disk)
+    save_checkpoint(X, path)
+    with pytest.raises(CheckpointError, match="damaged"):
+        migrate_checkpoint(
+            path, tmp_path / "new.safetensors", one_step(lambda r: r.move("x", "y"))
+        )
 
 
 def test_a_copy_for_a_skeleton_fits_it_or_is_not_written(
