@@ -11,7 +11,8 @@ from ajaxckpt._drafts import Draft
 from ajaxckpt._entries import Entry, Verb, show_until
 from ajaxckpt._errors import MigrationError
 from ajaxckpt._migrations import Migrations
-from ajaxckpt._patterns import near_names
+from ajaxckpt._names import join_names
+from ajaxckpt._patterns import near_names, parse_pattern
 from ajaxckpt._scopes import Facts, Scope
 from ajaxckpt._templates import Source
 from ajaxckpt._verbs import ask_user
@@ -76,11 +77,29 @@ def _apply_entry(
             hint="restore and save it once with code from before, or lengthen until=",
         )
     for verb in entry.verbs:
-        found = _act(draft, entry, verb, facts, strict=True)
-        excused = verb.guard or (verb.asks_skeleton and facts.partial)
+        left_out = _was_left_out(verb, facts.excluded)
+        found = _act(draft, entry, verb, facts, strict=not left_out)
+        excused = left_out or verb.guard or (verb.asks_skeleton and facts.partial)
         if not found and not excused:
             raise _nothing_found(draft, registry, entry, verb)
     draft.applied.append(entry.title)
+
+
+def _was_left_out(verb: Verb, excluded: Sequence[str]) -> bool:
+    """Tell whether what a verb looks for may have been left out on purpose.
+
+    A pattern of any depth may lie anywhere. What is missing all the same is a
+    mismatch, as ever.
+    """
+    scopes = [source.text for source in verb.scopes] or [""]
+    names = [join_names(scope, text) for scope in scopes for text in verb.sources]
+    return any(
+        name.startswith("**")
+        or parse_pattern(pattern).matches(name)
+        or parse_pattern(name).matches(pattern)
+        for pattern in excluded
+        for name in names
+    )
 
 
 def _nothing_found(

@@ -31,7 +31,7 @@ _PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 class InexactError(ValueError):
-    """A verb of ours cannot change a value as asked."""
+    """A value cannot be what a rule wants of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def evaluate_leaf(leaf: DraftLeaf, name: str, spec: LeafSpec | None, read: Read)
     if leaf.form == "stored":
         return read([leaf.stored])[leaf.stored]
     if leaf.form == "constant":
-        return _conform(leaf.value, leaf, name, spec)
+        return _conform_or_blame(leaf.value, leaf, name, spec)
     if leaf.form == "skeleton" or leaf.function is None:
         raise _blame(leaf, name, "its value is the skeleton's, which is not there")
     values = [evaluate_leaf(part, name, part.spec, read) for part in leaf.parts]
@@ -124,7 +124,16 @@ def evaluate_leaf(leaf: DraftLeaf, name: str, spec: LeafSpec | None, read: Read)
     except Exception as error:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         raise _blame(leaf, name, f"the function raised {said}") from error
-    return _conform(value, leaf, name, spec)
+    return _conform_or_blame(value, leaf, name, spec)
+
+
+def _conform_or_blame(
+    value: Any, leaf: DraftLeaf, name: str, spec: LeafSpec | None
+) -> Any:
+    try:
+        return _conform(value, leaf, name, spec)
+    except InexactError as error:
+        raise _blame(leaf, name, str(error)) from error
 
 
 def _blame(leaf: DraftLeaf, name: str, problem: str) -> MigrationError:
@@ -154,7 +163,18 @@ def _conform(value: Any, leaf: DraftLeaf, name: str, spec: LeafSpec | None) -> A
 
 
 def _host(value: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(value)
+    """Return a value as a numpy array, of little-endian elements.
+
+    Raises:
+        InexactError: it is none, such as a typed key.
+    """
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        found = f"{type(value).__module__}.{type(value).__qualname__}"
+        problem = f"expected a number or an array, found a {found} ({error})"
+        raise InexactError(problem) from error
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def _is_scalar_array(value: Any) -> bool:

@@ -29,6 +29,7 @@ class Verb:
         act: does it on one scope and tells whether it found something.
         guard: whether it only ever refuses.
         asks_skeleton: whether what it finds depends on the skeleton.
+        sources: the patterns of the file's leaves that it looks for.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Verb:
     act: Callable[[Scope], bool]
     guard: bool = False
     asks_skeleton: bool = False
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -57,6 +57,7 @@ def migrate_layout(
         config=checkpoint.config or {},
         step=checkpoint.step,
         metrics=checkpoint.metrics,
+        excluded=checkpoint.excluded,
         digest=checkpoint.leaf_digest,
         read=checkpoint.read,
     )

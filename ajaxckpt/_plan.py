@@ -55,7 +55,8 @@ class RestorePlan:
         decisions: per leaf, what becomes of it.
         migrate: the leaves to be filled through a migration, and where from.
         adopt: those of them that the skeleton lacks and the result will have.
-        drop: the file's leaves that a migration drops, and which rule did.
+        drop: the file's leaves that a migration drops, by their names in the file,
+            and which rule did.
     """
 
     path: str

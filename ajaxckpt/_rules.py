@@ -69,7 +69,7 @@ class Rules:
             raise self._error(f"target={text!r}: only unstack has an {{index}}")
         return template
 
-    def _append(self, text: str, act: Callable[[Scope], bool], **traits: bool) -> Rules:
+    def _append(self, text: str, act: Callable[[Scope], bool], **traits: Any) -> Rules:
         shown = " and ".join(scope.text or '""' for scope in self._scopes)
         text = f"{text} (under {shown})" if shown else text
         verb = Verb(text=text, scopes=self._scopes, act=act, **traits)
@@ -133,7 +133,8 @@ class Rules:
         act = partial(
             _verbs.move_leaves, source=pattern, target=template, merge=bool(merge)
         )
-        return self._append(f"move {source or repr('')} to {target or repr('')}", act)
+        text = f"move {source or repr('')} to {target or repr('')}"
+        return self._append(text, act, sources=(source,))
 
     def drop(self, pattern: str) -> Rules:
         """Leave out leaves of the file.
@@ -142,9 +143,8 @@ class Rules:
             MigrationError: the pattern cannot be read.
         """
         source = self._source(pattern, "pattern")
-        return self._append(
-            f"drop {pattern}", partial(_verbs.drop_leaves, source=source)
-        )
+        act = partial(_verbs.drop_leaves, source=source)
+        return self._append(f"drop {pattern}", act, sources=(pattern,))
 
     def add(
         self,
@@ -192,7 +192,8 @@ class Rules:
             make = partial(_verbs.computed_leaf, inputs=templates, function=compute)
             how = f"from {', '.join(names)}" if names else "computed"
         act = partial(_verbs.add_leaves, target=pattern, inputs=templates, make=make)
-        return self._append(f"add {target} {how}", act, asks_skeleton=True)
+        traits = {"asks_skeleton": True, "sources": names}
+        return self._append(f"add {target} {how}", act, **traits)
 
     def adopt(self, pattern: str) -> Rules:
         """Keep leaves of the file that the skeleton lacks.
@@ -205,7 +206,8 @@ class Rules:
         """
         source = self._source(pattern, "pattern")
         act = partial(_verbs.adopt_leaves, source=source)
-        return self._append(f"adopt {pattern}", act, asks_skeleton=True)
+        traits = {"asks_skeleton": True, "sources": (pattern,)}
+        return self._append(f"adopt {pattern}", act, **traits)
 
     def map(self, pattern: str, function: Callable[[Any], Any]) -> Rules:
         """Compute leaves anew, each from its own host value.
@@ -263,7 +265,8 @@ class Rules:
     def _change(self, pattern: str, how: str, change: _axes.Change, verb: str) -> Rules:
         source = self._source(pattern, "pattern")
         act = partial(_verbs.map_leaves, source=source, change=change)
-        return self._append(f"{verb} {pattern or repr('')} {how}", act)
+        text = f"{verb} {pattern or repr('')} {how}"
+        return self._append(text, act, sources=(pattern,))
 
     def split(
         self,
@@ -289,7 +292,8 @@ class Rules:
             axis=axis,
             sizes=sizes,
         )
-        return self._append(f"split {source} into {', '.join(targets)}", act)
+        text = f"split {source} into {', '.join(targets)}"
+        return self._append(text, act, sources=(source,))
 
     def concatenate(
         self, sources: Sequence[str], target: str, *, axis: int = -1
@@ -310,7 +314,8 @@ class Rules:
             target=self._plain_target(target, pattern),
             axis=axis,
         )
-        return self._append(f"concatenate {', '.join(sources)} to {target}", act)
+        text = f"concatenate {', '.join(sources)} to {target}"
+        return self._append(text, act, sources=tuple(sources))
 
     def stack(self, source: str, target: str, *, axis: int = 0) -> Rules:
         """Stack the leaves that share a target along a new axis, in number order.
@@ -321,7 +326,7 @@ class Rules:
         pattern = self._source(source, "source")
         template = self._plain_target(target, pattern)
         act = partial(_axes.stack_leaves, source=pattern, target=template, axis=axis)
-        return self._append(f"stack {source} to {target}", act)
+        return self._append(f"stack {source} to {target}", act, sources=(source,))
 
     def unstack(self, source: str, target: str, *, axis: int = 0) -> Rules:
         """Take leaves apart along an axis: ``{index}`` in the target counts from 0.
@@ -334,7 +339,7 @@ class Rules:
         if INDEX not in template.holes:
             raise self._error(f"target={target!r} has no {{index}}")
         act = partial(_axes.unstack_leaves, source=pattern, target=template, axis=axis)
-        return self._append(f"unstack {source} to {target}", act)
+        return self._append(f"unstack {source} to {target}", act, sources=(source,))
 
     def refuse(
         self, words: str, pattern: str | None = None, *, when: Condition | None = None

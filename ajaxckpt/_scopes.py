@@ -53,6 +53,7 @@ class Facts:
         config: the config recorded at save.
         step: the step recorded at save.
         metrics: the metrics recorded at save.
+        excluded: the patterns of what was left out at save.
         digest: gives a stored leaf's digest, from the header.
         read: reads stored leaves.
     """
@@ -62,6 +63,7 @@ class Facts:
     config: Mapping[str, Any]
     step: int | None
     metrics: Mapping[str, Any]
+    excluded: tuple[str, ...]
     digest: Callable[[str], str]
     read: Read
 

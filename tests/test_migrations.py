@@ -75,6 +75,12 @@ def same(left: Any, right: Any) -> None:
 VERBS: dict[str, tuple[Any, Any, Callable[[Rules], Any], Any]] = {
     "move a leaf": (W, np.zeros((2, 3), np.float32), lambda r: r.move("x", "y"), W),
     "map": (W, np.zeros((2, 3)), lambda r: r.map("x", np.float64), W.astype(float)),
+    "map, of the other byte order": (
+        W,
+        np.zeros((2, 3), ">f8"),
+        lambda r: r.map("x", lambda x: x.astype(">f8")),
+        W.astype(">f8"),
+    ),
     "map a number": (3, 0, lambda r: r.map("x", lambda n: n + 1), 4),
     "map a text": ("a", "", lambda r: r.map("x", lambda s: s + "b"), "ab"),
     "map bytes": (b"a", b"", lambda r: r.map("x", lambda s: s * 2), b"aa"),
@@ -382,6 +388,18 @@ WRONG: dict[str, tuple[Any, Any, Callable[[Rules], Any], str]] = {
         {"x": 0},
         lambda r: r.map("x", str),
         "x: expected Python int, found str",
+    ),
+    "a typed key": (
+        X,
+        {**ZEROS, "n": np.zeros(2)},
+        lambda r: r.add("n", jax.random.key(0)),
+        "n: expected a number or an array, found a jax",
+    ),
+    "nothing returned": (
+        X,
+        ZEROS,
+        lambda r: r.map("x", lambda x: None),
+        "x: expected numpy float32[2,3], found object[]",
     ),
     "raising": (X, ZEROS, lambda r: r.map("x", raising), "x: the function raised Runt"),
     "inexact": (
@@ -803,6 +821,22 @@ def test_parameters_of_one_snapshot_and_the_buffer_of_another_show(
     assert plans[0].checkpoint_id != plans[1].checkpoint_id
     for plan in plans:
         assert f"checkpoint {plan.checkpoint_id}, step {plan.step}" in str(plan)
+
+
+def test_what_was_left_out_at_save_needs_no_migration(path: Path) -> None:
+    saved = {"w": W, "buffer": {"obs": W, "sum": W}}
+    save_checkpoint(saved, path, exclude="buffer")
+    skeleton = {"w": np.zeros_like(W), "buffer": {"data": W + 5}}
+    migrations = Migrations("agent")
+    step = migrations.step(1, "another buffer")
+    step.move("buffer.obs", "buffer.data").drop("**.sum").drop("buffer.sum")
+    step.under("buffer").map("data", np.negative)
+    restored = restore_into(skeleton, path, keep="buffer", migrations=migrations)
+    same(restored["w"], W)
+    same(restored["buffer"]["data"], W + 5)
+    migrations.step(2, "a slip").move("wieght", "w")
+    with pytest.raises(MigrationError, match="move wieght to w: finds nothing"):
+        restore_into(skeleton, path, keep="buffer", migrations=migrations)
 
 
 def test_an_abstract_skeleton_is_migrated_but_gives_no_values(path: Path) -> None:
