@@ -10,6 +10,7 @@ flattened at a time, and only the ancestors of what is adopted are built anew.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, cast
@@ -17,11 +18,12 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from ajaxckpt._errors import MigrationError
+from ajaxckpt._errors import MigrationError, UnsupportedLeafError
 from ajaxckpt._layout import ARRAY_KINDS, LeafSpec, storage_dtype
 from ajaxckpt._names import join_names, split_name
 from ajaxckpt._tree import flatten_state, name_entry
 
+_INT = re.compile("-?[0-9]+")
 Nested = dict[str, Any]
 _EMPTY = {
     "bool": False,
@@ -46,13 +48,18 @@ def extend_skeleton(skeleton: Any, adopted: Mapping[str, LeafSpec]) -> Any:
     """
     wanted: Nested = {}
     for name, spec in adopted.items():
+        if not name:
+            raise _no_place('""', "the skeleton itself")
         *parents, last = split_name(name)
         node = wanted
         for segment in parents:
             node = node.setdefault(segment, {})
         node[last] = _placeholder(name, spec)
     extended = _extend(skeleton, wanted, "")
-    placed = flatten_state(extended).leaves
+    try:
+        placed = flatten_state(extended).leaves
+    except UnsupportedLeafError as error:
+        raise _no_place(", ".join(adopted), f"a node that {error.problem}") from error
     for name in adopted:
         if name not in placed:
             raise _no_place(name, "a node that does not keep it")
@@ -125,7 +132,11 @@ def _insert(node: Any, fresh: Nested, name: str) -> Any:
     }
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory, {**node, **items})
-    return cast("Any", type(node))({**node, **items})
+    try:
+        return cast("Any", type(node))({**node, **items})
+    except Exception as error:
+        what = f"a {type(node).__qualname__} that no dict makes"
+        raise _no_place(_first_leaf(fresh, name), what) from error
 
 
 def _build(wanted: Any, name: str) -> Any:
@@ -146,7 +157,7 @@ def _key(segment: str, name: str) -> str | int:
         raise _no_place(name, "a key that is neither text nor a whole number")
     if segment[0] == '"':
         return _unquote(segment)
-    return int(segment) if segment.lstrip("-").isdecimal() else segment
+    return int(segment) if _INT.fullmatch(segment) else segment
 
 
 def _unquote(segment: str) -> str:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from ajaxckpt._errors import CheckpointError
 from ajaxckpt._grammar import SEGMENT
-from ajaxckpt._layout import ARRAY_KINDS, LeafSpec, Mismatch, find_problem
+from ajaxckpt._layout import ARRAY_KINDS, NUMBER_KINDS, LeafSpec, Mismatch, find_problem
 from ajaxckpt._names import join_names, relative_name
 from ajaxckpt._templates import parse_source, parse_template
 
@@ -114,12 +114,12 @@ def _candidates(
     by_last: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for name, spec in extra.items():
         segments = SEGMENT.findall(name)
-        by_last[segments[-1] if segments else "", str(spec)].append(segments)
+        by_last[segments[-1] if segments else "", _alike(spec)].append(segments)
     votes: Counter[tuple[str, str]] = Counter()
     pairs = 0
     for name, spec in missing.items():
         new = SEGMENT.findall(name)
-        for old in by_last.get((new[-1] if new else "", str(spec)), ()):
+        for old in by_last.get((new[-1] if new else "", _alike(spec)), ()):
             pairs += 1
             if pairs > _MAX_PAIRS:
                 break
@@ -186,22 +186,48 @@ def _only_pairs(
     Where several have one spec, those alone with the numbers in their names, too.
     """
     left, gone = dict(missing), dict(extra)
-    for numbered in (False, True):
-        old, new = _by_kind(gone, numbered), _by_kind(left, numbered)
+    for rule in (_exactly, _numbered, _loosely):
+        old, new = _by_kind(gone, rule), _by_kind(left, rule)
         for kind, names in new.items():
-            if len(names) == len(old.get(kind, ())) == 1:
-                source, target = old[kind][0], names[0]
+            if len(names) != 1 or len(old.get(kind, ())) != 1:
+                continue
+            source, target = old[kind][0], names[0]
+            expected, found = left[target], gone[source]
+            if expected and found and find_problem(expected, found) is None:
                 yield Move(source=source, target=target, leaves={source: target})
                 del gone[source], left[target]
 
 
+def _exactly(name: str, spec: LeafSpec | None) -> tuple[str, ...]:
+    del name
+    return (str(spec),)
+
+
+def _numbered(name: str, spec: LeafSpec | None) -> tuple[str, ...]:
+    return (str(spec), *_NUMBER.findall(name))
+
+
+def _loosely(name: str, spec: LeafSpec | None) -> tuple[str, ...]:
+    del name
+    return (_alike(spec),)
+
+
+def _alike(spec: LeafSpec | None) -> str:
+    """Return what leaves have in common that may fit each other."""
+    if spec is None:
+        return ""
+    if spec.kind in NUMBER_KINDS or (spec.kind in ARRAY_KINDS and not spec.shape):
+        return "a scalar"
+    return f"{spec.dtype}{spec.shape}" if spec.kind in ARRAY_KINDS else str(spec)
+
+
 def _by_kind(
-    leaves: Mapping[str, LeafSpec | None], numbered: bool
+    leaves: Mapping[str, LeafSpec | None],
+    rule: Callable[[str, LeafSpec | None], tuple[str, ...]],
 ) -> dict[tuple[str, ...], list[str]]:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, spec in leaves.items():
-        numbers = _NUMBER.findall(name) if numbered else ()
-        groups[str(spec), *numbers].append(name)
+        groups[rule(name, spec)].append(name)
     return groups
 
 

@@ -128,6 +128,15 @@ def test_where_there_is_no_place_it_says_so(
     assert "To mend: " in str(caught.value)
 
 
+def test_mixed_keys_and_odd_ones_are_refused_or_kept(path: Path) -> None:
+    with pytest.raises(MigrationError, match=r"3: cannot be adopted"):
+        adopt(path, [{"d": {3: VALUE}}], [{"d": {"a": None}}], "**")
+    with pytest.raises(MigrationError, match=r"cannot be adopted.*the skeleton itself"):
+        adopt(path, VALUE, None, "**")
+    saved = {"d": {"--5": VALUE, "٣": VALUE}}
+    assert set(adopt(path, saved, {"d": {}}, "**")["d"]) == {"--5", "٣"}
+
+
 def test_keys_keep_their_type(path: Path) -> None:
     saved = {"d": {3: VALUE}, "t": {"3": VALUE, 'q".\u2028': VALUE}}
     restored = adopt(path, saved, {"d": {}, "t": None}, "**")
