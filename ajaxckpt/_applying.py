@@ -81,7 +81,7 @@ def _apply_entry(
         found = _act(draft, entry, verb, facts, strict=not left_out)
         excused = left_out or verb.guard or (verb.asks_skeleton and facts.partial)
         if not found and not excused:
-            raise _nothing_found(draft, registry, entry, verb)
+            raise _nothing_found(draft, registry, entry, verb, facts)
     draft.applied.append(entry.title)
 
 
@@ -103,12 +103,14 @@ def _was_left_out(verb: Verb, excluded: Sequence[str]) -> bool:
 
 
 def _nothing_found(
-    draft: Draft, registry: Migrations, entry: Entry, verb: Verb
+    draft: Draft, registry: Migrations, entry: Entry, verb: Verb, facts: Facts
 ) -> MigrationError:
     words = verb.text.split()
     near = near_names(words[1], draft.leaves) if len(words) > 1 else []
     hint = f"near names: {', '.join(near)}" if near else "look at ajaxckpt inspect"
-    if entry.number:
+    if verb.asks_skeleton and facts.skeleton is None:
+        hint = "pass skeleton= (--skeleton): what it finds is the skeleton's to say"
+    elif entry.number:
         hint += (
             f"; a file saved by today's code must record its version: save_checkpoint("
             f"…, migrations={registry.name})"

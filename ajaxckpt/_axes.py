@@ -7,7 +7,6 @@ within the leaf's shape; the words of a typed key are no axis.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ajaxckpt._drafts import DraftLeaf, InexactError, equal_values, is_array
+from ajaxckpt._drafts import (
+    DraftLeaf,
+    InexactError,
+    convert_values,
+    equal_values,
+    is_array,
+)
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._layout import LeafSpec, shown_name
 from ajaxckpt._scopes import Scope
@@ -148,14 +153,12 @@ def take(index: int, axis: int) -> Change:
 
 def cast(dtype: str, exact: bool) -> Change:
     """Return the change of dtype; every value must be exact in it unless told."""
-    to = STORED_DTYPES[dtype].dtype
+    to = np.dtype(STORED_DTYPES[dtype].dtype)
 
     def convert(array: Array) -> Array:
         given = np.asarray(array)
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # complex to real
-            new = given.astype(to)
-            back = new.astype(given.dtype)
+        new = convert_values(given, to)
+        back = convert_values(new, given.dtype)
         if exact and not equal_values(back, given):
             bad = given[~((back == given) | (given != given))].reshape(-1)
             shown = f"such as {bad[0]}" if bad.size else "NaN"

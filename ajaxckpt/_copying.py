@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ajaxckpt._drafts import Draft, DraftLeaf, evaluate_leaf, spec_of_value
+from ajaxckpt._drafts import Draft, DraftLeaf, evaluate_leaf
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._errors import (
     InvalidArgumentError,
@@ -162,12 +162,17 @@ def _settle(
     if leaf.form == "skeleton":
         if skeleton is None or expected is None:
             problem = f"{leaf.rule}: {shown_name(name)}: its value is the skeleton's"
-            raise MigrationError(problem, hint="pass skeleton= (--skeleton)")
+            hint = "pass skeleton= (--skeleton)"
+            raise MigrationError(f"{problem} to say", hint=hint)
         value = _host_value(name, skeleton.leaves[name], expected)
         return replace(leaf, form="constant", value=value), expected
-    if expected is None or expected.kind in TEXT_KINDS:
+    if expected is None:
+        problem = f"{leaf.rule}: {shown_name(name)}: its dtype and shape are the"
+        hint = "pass skeleton= (--skeleton)"
+        raise MigrationError(f"{problem} skeleton's to say", hint=hint)
+    if expected.kind in TEXT_KINDS:
         value = evaluate_leaf(leaf, name, expected, checkpoint.read)
-        expected = spec_of_value(name, value, "jax")
+        expected = replace(expected, length=len(encode_text(value)))
     return leaf, expected
 
 

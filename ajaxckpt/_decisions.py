@@ -183,6 +183,7 @@ def advise(
 
 def _advise_rules(suggestions: Sequence[str]) -> str:
     """Name the first migration line, if one is known that would help."""
+    suggestions = [line for line in suggestions if not line.startswith("#")]
     if not suggestions:
         return ""
     more = len(suggestions) - 1

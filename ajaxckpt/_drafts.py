@@ -7,7 +7,9 @@ is asked for, from the file's leaves that it needs and no others.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +48,7 @@ class DraftLeaf:
         parts: the leaves it is computed from.
         function: computes its value from the values of the parts.
         rule: the last rule that touched it; empty if none did.
+        adopted: the rule that keeps it although the skeleton lacks it, if any.
     """
 
     spec: LeafSpec | None
@@ -55,6 +58,7 @@ class DraftLeaf:
     parts: tuple[DraftLeaf, ...] = ()
     function: Callable[..., Any] | None = None
     rule: str = ""
+    adopted: str = ""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -71,13 +75,11 @@ class Draft:
     Attributes:
         leaves: by name, in the file's order.
         dropped: the file's leaves that a rule dropped, and which.
-        adopted: the leaves that a rule adopts, and which.
         applied: the rules that found something.
     """
 
     leaves: dict[str, DraftLeaf]
     dropped: dict[str, str] = field(default_factory=dict[str, str])
-    adopted: dict[str, str] = field(default_factory=dict[str, str])
     applied: list[str] = field(default_factory=list[str])
 
     def copy(self) -> Draft:
@@ -85,7 +87,6 @@ class Draft:
         return Draft(
             leaves=dict(self.leaves),
             dropped=dict(self.dropped),
-            adopted=dict(self.adopted),
             applied=list(self.applied),
         )
 
@@ -111,7 +112,8 @@ def evaluate_leaf(leaf: DraftLeaf, name: str, spec: LeafSpec | None, read: Read)
     if leaf.form == "stored":
         return read([leaf.stored])[leaf.stored]
     if leaf.form == "constant":
-        return _conform_or_blame(leaf.value, leaf, name, spec)
+        value = deepcopy(leaf.value)  # what comes after may write into it
+        return _conform_or_blame(value, leaf, name, spec)
     if leaf.form == "skeleton" or leaf.function is None:
         raise _blame(leaf, name, "its value is the skeleton's, which is not there")
     values = [evaluate_leaf(part, name, part.spec, read) for part in leaf.parts]
@@ -191,9 +193,10 @@ def _fill(
     """Fill an array of the spec with a value that its dtype holds exactly."""
     given = _host(value)
     try:
-        with np.errstate(all="ignore"):
-            array = given.astype(dtype)
-        if not equal_values(array.astype(given.dtype), given):
+        if stored_dtype(given.dtype) is None:  # text, objects
+            raise TypeError(given.dtype)
+        array = convert_values(given, dtype)
+        if not equal_values(convert_values(array, given.dtype), given):
             raise ValueError("not exact")
         filled = np.broadcast_to(array, spec.payload_shape)
     except (TypeError, ValueError, OverflowError):
@@ -202,8 +205,20 @@ def _fill(
     return np.array(filled)
 
 
+def convert_values(
+    array: np.ndarray[Any, Any], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """Return an array in another dtype, whatever that does to its values."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # complex to real
+        return array.astype(dtype)
+
+
 def equal_values(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Tell whether arrays hold equal numbers, NaN being equal to NaN."""
+    if np.iscomplexobj(left) and np.iscomplexobj(right):
+        parts = ((left.real, right.real), (left.imag, right.imag))
+        return all(equal_values(a, b) for a, b in parts)
     same = (left == right) | ((left != left) & (right != right))
     return bool(np.all(same))
 
@@ -215,24 +230,6 @@ def describe_value(value: Any) -> str:
     row = stored_dtype(value.dtype)
     dtype = str(value.dtype) if row is None else row.name
     return f"{dtype}[{','.join(map(str, value.shape))}]"
-
-
-def spec_of_value(name: str, value: Any, kind: Literal["jax", "numpy"]) -> LeafSpec:
-    """Return the spec of a host value that nobody described.
-
-    Raises:
-        MigrationError: no kind of value that a checkpoint can hold.
-    """
-    if type(value) in _PYTHON_NUMBERS:
-        return LeafSpec(kind=type(value).__name__)  # pyright: ignore[reportArgumentType]
-    if type(value) in (str, bytes):
-        length = len(value) if type(value) is bytes else len(value.encode("utf-8"))
-        return LeafSpec(kind=type(value).__name__, length=length)  # pyright: ignore[reportArgumentType]
-    array = _host(value)
-    row = stored_dtype(array.dtype)
-    if row is None:
-        raise MigrationError(f"{shown_name(name)}: {array.dtype} cannot be saved")
-    return LeafSpec(kind=kind, dtype=row.name, shape=array.shape)
 
 
 def resolve_spec(name: str, leaf: DraftLeaf, skeleton: Layout) -> LeafSpec:

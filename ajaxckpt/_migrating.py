@@ -77,9 +77,12 @@ def _expand_nodes(draft: Draft, skeleton: Layout) -> Iterator[tuple[str, DraftLe
 
 def select_adopted(draft: Draft, subtree: str) -> dict[str, LeafSpec]:
     """Return the adopted leaves below a subtree, by relative name."""
-    found = {relative_name(name, subtree): name for name in draft.adopted}
-    specs = {n: draft.leaves[full].spec for n, full in found.items() if n is not None}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    found = {
+        relative_name(full, subtree): leaf.spec
+        for full, leaf in draft.leaves.items()
+        if leaf.adopted
+    }
+    return {n: spec for n, spec in found.items() if n is not None and spec is not None}
 
 
 def select_kept(draft: Draft, subtree: str) -> dict[str, str]:
@@ -113,8 +116,7 @@ def list_origins(draft: Draft, subtree: str) -> Mapping[str, Origin]:
     origins: dict[str, Origin] = {}
     for full, leaf in draft.leaves.items():
         name = relative_name(full, subtree)
-        touched = leaf.rule or full in draft.adopted
-        if name is not None and touched and leaf.form != "skeleton":
-            rule = draft.adopted.get(full) or leaf.rule
+        rule = leaf.adopted or leaf.rule
+        if name is not None and rule and leaf.form != "skeleton":
             origins[name] = Origin(sources=leaf.sources, rule=rule)
     return origins

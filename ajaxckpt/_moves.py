@@ -37,8 +37,19 @@ def renumber_nodes(scope: Scope, number: Callable[[int], int | None]) -> bool:
     return bool(old or gone)
 
 
+def _need_skeleton(scope: Scope) -> None:
+    if scope.facts.skeleton is None:
+        hint = "pass skeleton= (--skeleton)"
+        raise scope.error("what it adds or drops is the skeleton's to say", hint)
+
+
 def fill_wanted(scope: Scope, nodes: Sequence[str]) -> bool:
-    """Take from the skeleton what it wants below these nodes and the draft lacks."""
+    """Take from the skeleton what it wants below these nodes and the draft lacks.
+
+    Raises:
+        MigrationError: there is no skeleton.
+    """
+    _need_skeleton(scope)
     new = [
         name
         for name in scope.wanted()
@@ -79,7 +90,12 @@ def drop_except(scope: Scope, node: str) -> bool:
 
 
 def drop_unwanted(scope: Scope, node: str) -> bool:
-    """Drop what lies below a node and the skeleton lacks, of fields that it has."""
+    """Drop what lies below a node and the skeleton lacks, of fields that it has.
+
+    Raises:
+        MigrationError: there is no skeleton.
+    """
+    _need_skeleton(scope)
     below = [n for n in scope.names() if relative_name(n, node) is not None]
     fields = {
         _field(relative_name(name, node) or "")
@@ -106,7 +122,12 @@ def copy_first(scope: Scope, source: Source, target: str) -> bool:
 
 
 def share_leaves(scope: Scope, places: Source) -> bool:
-    """Give each of several nodes of the skeleton its leaves of the whole state."""
+    """Give each of several nodes of the skeleton its leaves of the whole state.
+
+    Raises:
+        MigrationError: there is no skeleton.
+    """
+    _need_skeleton(scope)
     whole = {name: scope.get(name) for name in scope.names()}
     found = places.find(scope.wanted())
     shared = {

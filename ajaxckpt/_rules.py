@@ -6,6 +6,7 @@ Knows how verbs are spelled and checks that at registration; acts on nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,7 @@ class Rules:
             raise self._error(problem, hint)
         templates = [self._template(name, pattern, "inputs") for name in names]
         if given[0]:
+            value = deepcopy(value)
             make = partial(_verbs.constant_leaf, value=value)
             how = (
                 f"with {value!r}" if isinstance(value, int | float) else "with a value"

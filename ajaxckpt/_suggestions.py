@@ -58,6 +58,10 @@ def suggest_rules(
     moved = {new for _, move in lines for new in move.leaves.items()}
     gone = set(extra) - {old for old, _ in moved}
     new = set(missing) - {new for _, new in moved}
+    unsure = {_alike(extra[n]) for n in gone} & {_alike(missing[n]) for n in new}
+    doubtful = {n for n in gone if _alike(extra[n]) in unsure}
+    gone -= doubtful
+    new -= {n for n in new if _alike(missing[n]) in unsure}
     return (
         *(line for line, _ in lines),
         *(f"step.drop({_text(name)})" for name in _collapse(gone, file_names)),
@@ -66,7 +70,15 @@ def suggest_rules(
             for name in _collapse(new, skeleton_names)
         ),
         *(line for item in mismatches for line in _change(item)),
+        *_doubt(sorted(doubtful)),
     )[:_MAX_LINES]
+
+
+def _doubt(names: Sequence[str]) -> Iterator[str]:
+    """Yield a comment on leaves that may have moved to any of several places."""
+    if names:
+        few = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        yield f"# not guessed, several new leaves are of the same kind: {few}"
 
 
 def _text(name: str) -> str:
@@ -90,7 +102,19 @@ def find_moves(
             moves.append(move)
             for old, new in move.leaves.items():
                 del gone[old], left[new]
-    return moves + list(_only_pairs(left, gone))
+    return _consistent([*moves, *_only_pairs(left, gone)])
+
+
+def _consistent(moves: Sequence[Move]) -> list[Move]:
+    """Leave out moves of alike names of which some keep their number, some do not.
+
+    Layers were shifted, and which became which cannot be told.
+    """
+    kept: dict[tuple[str, str], set[bool]] = defaultdict(set)
+    for move in moves:
+        numbers = _NUMBER.findall(move.source) == _NUMBER.findall(move.target)
+        kept[_mask(move.source), _mask(move.target)].add(numbers)
+    return [m for m in moves if len(kept[_mask(m.source), _mask(m.target)]) == 1]
 
 
 def _undisputed(moves: Sequence[Move]) -> Iterator[Move]:

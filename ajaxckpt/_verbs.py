@@ -129,7 +129,8 @@ def adopt_leaves(scope: Scope, source: Source) -> bool:
     if scope.facts.skeleton is None:
         return bool(source.find(scope.names()))
     for name in found:
-        scope.draft.adopted[scope.full(name)] = scope.rule
+        leaf = replace(scope.get(name), adopted=scope.rule)
+        scope.draft.leaves[scope.full(name)] = leaf
     return bool(found)
 
 

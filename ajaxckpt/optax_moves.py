@@ -12,8 +12,19 @@ the rules. Moments and counts keep their bits. Knows the field names of optax's 
     multi_transform(a…)    inner_states.LABEL.inner_state.…
     apply_if_finite(a)     notfinite_count, last_finite, total_notfinite, inner_state.…
 
-The place is that of the whole state, old and new. A state saved with ``chain`` and
-restored without it is not what ``remove_link`` means: see ``unwrap_chain``.
+Every function takes ``rules``, the entry to add to, and ``place``, a name or pattern
+of the optimiser's whole state, old and new; an index counts the links of a chain from
+0, those without leaves too. A state that was saved with a chain and is restored
+without one is no matter of ``remove_link``: see ``unwrap_chain``. All raise
+``MigrationError`` where the place cannot be read as a pattern; what new fields hold is
+the skeleton's, so an upgraded copy needs one.
+
+Example:
+    >>> from ajaxckpt import optax_moves
+    >>> migrations = Migrations("agent")
+    >>> step = migrations.step(1, "gradients are clipped")
+    >>> optax_moves.wrap_chain(step, "**.opt_state", 1)
+    <Rules agent step 1 "gradients are clipped": 2 verbs>
 """
 
 from __future__ import annotations

@@ -220,6 +220,36 @@ def test_added_values_fill_the_skeletons_shape(path: Path) -> None:
     same(restored["copy"], W)
 
 
+def increment(array: Any) -> Any:
+    array += 1
+    return array
+
+
+def test_a_function_that_works_in_place_harms_nothing(path: Path) -> None:
+    constant = np.zeros(3, np.float32)
+    migrations = Migrations("agent")
+    migrations.step(1, "added").add("n", constant)
+    migrations.step(2, "counted").map("n", increment).map("x", increment)
+    save_checkpoint(X, path)
+    skeleton = {**ZEROS, "n": np.zeros(3, np.float32)}
+    for _ in range(2):
+        restored = restore_into(skeleton, path, migrations=migrations)
+        same(restored["n"], np.ones(3, np.float32))
+        same(restored["x"], W + 1)
+    same(constant, np.zeros(3, np.float32))
+
+
+def test_what_was_adopted_may_move_or_go(path: Path) -> None:
+    save_checkpoint({"a": W, "w": 1}, path)
+    migrations = Migrations("agent")
+    migrations.step(1, "kept").adopt("a")
+    migrations.step(2, "renamed").move("a", "b")
+    restored = restore_into({"w": 0}, path, migrations=migrations)
+    same(restored["b"], W)
+    migrations.step(3, "dropped").drop("b")
+    assert restore_into({"w": 0}, path, migrations=migrations) == {"w": 1}
+
+
 # --- captures and scopes ---------------------------------------------------------
 
 CAPTURES = {
@@ -413,6 +443,24 @@ WRONG: dict[str, tuple[Any, Any, Callable[[Rules], Any], str]] = {
         {**ZEROS, "n": np.zeros(2, np.int32)},
         lambda r: r.add("n", np.nan),
         "n: nan does not fit numpy int32[2]",
+    ),
+    "a text as a number": (
+        X,
+        {**ZEROS, "n": np.zeros(2)},
+        lambda r: r.add("n", "3"),
+        "n: '3' does not fit numpy float64[2]",
+    ),
+    "an imaginary part": (
+        X,
+        {**ZEROS, "n": np.zeros(2)},
+        lambda r: r.add("n", complex(np.nan, 4)),
+        "does not fit numpy float64[2]",
+    ),
+    "an imaginary part beside NaN": (
+        {"x": np.array([complex(np.nan, 5), 1], np.complex64)},
+        {"x": np.zeros(2, np.float32)},
+        lambda r: r.cast("x", "float32"),
+        "are not exact in float32",
     ),
     "too large": (
         X,
@@ -980,7 +1028,14 @@ def test_a_copy_is_verified_and_says_where_it_comes_from(
         )
     )
     new = tmp_path / "new.safetensors"
-    record = migrate_checkpoint(path, new, migrations)
+    skeleton = {
+        **{"kernel": jnp.zeros((2, 3)), "n": 0, "s": "", "k": key, "f": abs},
+        **{"b": False, "more": np.zeros(3, np.int64)},
+    }
+    with pytest.raises(MigrationError, match="the skeleton's to say"):
+        migrate_checkpoint(path, new, migrations)
+    assert not new.exists()
+    record = migrate_checkpoint(path, new, migrations, skeleton=skeleton)
     assert hashlib.sha256(path.read_bytes()).digest() == before
     assert verify_checkpoint(new).digest == record.digest
     with open_checkpoint(new) as copy:
@@ -990,16 +1045,10 @@ def test_a_copy_is_verified_and_says_where_it_comes_from(
         assert (copy.step, copy.metrics, copy.config) == (5, {"r": 1.0}, {"a": [1]})
         assert (copy.parent_id, copy.layouts) == (old.checkpoint_id, {"agent": 1})
         assert copy.checkpoint_id != old.checkpoint_id
-    skeleton = {
-        **{"kernel": jnp.zeros((2, 3)), "n": 0, "s": "", "k": key, "f": abs},
-        **{"b": False, "more": jnp.zeros(3, int)},
-    }
-    with jax.enable_x64(True):
-        skeleton["more"] = jnp.zeros(3, jnp.int64)
-        restored = restore_into(skeleton, new, migrations=migrations)
+    restored = restore_into(skeleton, new, migrations=migrations)
     assert restored["s"] == "é!"
     with pytest.raises(InvalidArgumentError, match="is there already"):
-        migrate_checkpoint(path, new, migrations)
+        migrate_checkpoint(path, new, migrations, skeleton=skeleton)
 
 
 def test_a_copy_that_was_written_wrongly_is_found_at_once(

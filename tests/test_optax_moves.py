@@ -15,6 +15,7 @@ from ajaxckpt import (
     MigrationError,
     Migrations,
     Rules,
+    migrate_checkpoint,
     optax_moves,
     plan_restore,
     restore_into,
@@ -313,17 +314,91 @@ def test_multi_steps_off_a_boundary_are_refused(path: Path) -> None:
     assert_identical(restored, old.inner_opt_state)
 
 
-def test_a_boundary_is_asked_of_every_seed(path: Path) -> None:
+def seeded(tx: optax.GradientTransformation, steps: int) -> Any:
+    """Return the state of two seeds after some updates, which differ."""
+    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    state = jax.vmap(tx.init)(params)
+    for _ in range(steps):
+        _, state = jax.vmap(tx.update)(params, state, params)
+    return state
+
+
+def test_seeds_move_together_and_a_boundary_is_asked_of_each(path: Path) -> None:
     tx = SLOW.gradient_transformation()
-    state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS))
-    skeleton = jax.vmap(ADAM.init)(jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS))
+    state = seeded(tx, 4)
     migrations = Migrations("seeds")
     optax_moves.unwrap_multi_steps(migrations.step(1, "no steps"), "")
     save_checkpoint(state, path)
-    assert_identical(restore_into(skeleton, path, migrations=migrations), skeleton)
+    restored = restore_into(seeded(ADAM, 0), path, migrations=migrations)
+    assert_identical(restored, state.inner_opt_state)
+    assert restored[0].count.tolist() == [2, 2]
     save_checkpoint(state._replace(mini_step=jnp.array([0, 1])), path)
     with pytest.raises(MigrationError, match="not applied yet"):
-        restore_into(skeleton, path, migrations=migrations)
+        restore_into(seeded(ADAM, 0), path, migrations=migrations)
+
+
+def test_wrapped_it_goes_on_over_a_whole_accumulation(path: Path) -> None:
+    tx = SLOW.gradient_transformation()
+    old, restored = migrate(
+        path, ADAM, tx, lambda r: optax_moves.wrap_multi_steps(r, PLACE)
+    )
+    by_hand = wrap_multi(old, tx.init(PARAMS))
+    assert_identical(run(tx, restored, 3, 4), run(tx, by_hand, 3, 4))
+
+
+SCHEDULE = optax.adam(optax.linear_schedule(1e-2, 1e-3, 10))  # counts twice
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(1e-2),
+        optax.adafactor(1e-2, min_dim_size_to_factor=2),
+        SCHEDULE,
+        optax.sgd(1e-2, momentum=0.9),
+    ],
+    ids=["adamw", "adafactor", "a schedule", "momentum"],
+)
+def test_other_optimisers_move_too(tx: Any, path: Path) -> None:
+    clipped = chained(CLIP, tx)
+    wrap, unwrap = optax_moves.wrap_chain, optax_moves.unwrap_chain
+    old, new = migrate(path, tx, clipped, lambda r: wrap(r, PLACE, 1))
+    assert_next_is(clipped, new, (clipped.init(PARAMS)[0], old))
+    old, new = migrate(path, clipped, tx, lambda r: unwrap(r, PLACE, 1))
+    assert_next_is(tx, new, old[1])
+
+
+def test_two_labels_are_the_old_optimiser_bit_for_bit_op_by_op(path: Path) -> None:
+    """Compiled, XLA fuses two counts otherwise than one, in memory likewise."""
+    old, restored = migrate(
+        path, ADAM, PARTED, lambda r: optax_moves.wrap_multi_transform(r, PLACE)
+    )
+    with jax.disable_jit():
+        updates, _ = PARTED.update(grads(3), restored, PARAMS)
+        assert_identical(updates, ADAM.update(grads(3), old, PARAMS)[0])
+    old, restored = migrate(
+        path, PARTED, ADAM, lambda r: optax_moves.unwrap_multi_transform(r, PLACE)
+    )
+    with jax.disable_jit():
+        updates, _ = ADAM.update(grads(3), restored, PARAMS)
+        assert_identical(updates, PARTED.update(grads(3), old, PARAMS)[0])
+
+
+@pytest.mark.parametrize("name", [n for n in WRAPPERS if n != "multi_transform"])
+def test_an_upgraded_copy_asks_for_a_skeleton_or_is_whole(
+    name: str, path: Path, tmp_path: Path
+) -> None:
+    tx, wrap, *_ = WRAPPERS[name]
+    _, old = run(ADAM, ADAM.init(PARAMS), 0, 2)
+    save_checkpoint({"opt_state": old}, path)
+    migrations = Migrations("agent")
+    wrap(migrations.step(1, "wrapped"), "opt_state")
+    new, skeleton = tmp_path / "new.safetensors", {"opt_state": tx.init(PARAMS)}
+    with pytest.raises(MigrationError, match="the skeleton's to say"):
+        migrate_checkpoint(path, new, migrations)
+    migrate_checkpoint(path, new, migrations, skeleton=skeleton)
+    expected = restore_into(skeleton, path, migrations=migrations)
+    assert_identical(restore_into(skeleton, new), expected)
 
 
 def test_labels_of_unequal_counts_are_not_joined(path: Path) -> None:

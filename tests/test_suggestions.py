@@ -184,7 +184,16 @@ def test_equal_candidates_are_not_guessed_between(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_checkpoint({"x": DENSE, "y": DENSE}, path)
     plan = plan_restore({"p": DENSE, "q": DENSE}, path)
-    assert not any(".move(" in line for line in plan.suggestions)
+    (line,) = plan.suggestions
+    assert line.startswith("# not guessed")
+    assert "not guessed" in str(plan)
+
+
+def test_shifted_layers_are_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_checkpoint({"pi": {f"Dense_{n}": DENSE for n in (0, 1)}}, path)
+    plan = plan_restore({"net": {f"Dense_{n}": DENSE for n in (1, 2)}}, path)
+    assert [line[:13] for line in plan.suggestions] == ["# not guessed"]
 
 
 def test_what_fits_is_never_moved_along(tmp_path: Path) -> None:
