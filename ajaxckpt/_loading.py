@@ -5,6 +5,7 @@ The name comes from the command line, never from a file.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -32,10 +33,11 @@ def load_object(text: str, argument: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            found: Any = importlib.import_module(module_name)
+            for name in path.split("."):
+                found = getattr(found, name)
+    except (Exception, SystemExit) as error:
         raise _explain(error, text, argument) from error
     return found
 
@@ -52,12 +54,13 @@ def call_object(text: str, argument: str) -> Any:
     if not callable(found):
         return found
     try:
-        return found()
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            return found()
+    except (Exception, SystemExit) as error:
         raise _explain(error, text, argument) from error
 
 
-def _explain(error: Exception, text: str, argument: str) -> InvalidArgumentError:
+def _explain(error: BaseException, text: str, argument: str) -> InvalidArgumentError:
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     hint = "run from the directory of the module, or install it"
     if not isinstance(error, ImportError | AttributeError):

@@ -22,19 +22,30 @@ if TYPE_CHECKING:
 def _plan(path: str, arguments: Namespace) -> RestorePlan:
     from ajaxckpt._checkpoint import plan_restore
 
-    config = arguments.config and load_object(arguments.config, "--config")
-    if callable(config) and not isinstance(config, Mapping | type):
-        config = config()
+    config = None
+    if arguments.config is not None:
+        config = load_object(arguments.config, "--config")
+        if callable(config) and not isinstance(config, Mapping | type):
+            config = call_object(arguments.config, "--config")
     return plan_restore(
-        call_object(arguments.skeleton, "--skeleton"),
+        _skeleton(arguments.skeleton),
         path,
         subtree=arguments.subtree,
         keep=arguments.keep,
         ignore=arguments.ignore,
         resize=arguments.resize,
         migrations=[load_object(text, "--migrations") for text in arguments.migrations],
-        config=config or None,
+        config=config,
     )
+
+
+def _skeleton(text: str) -> Any:
+    """Return what the argument names; None is a forgotten return."""
+    skeleton = call_object(text, "--skeleton")
+    if skeleton is None:
+        problem = f"--skeleton {text}: it returned None"
+        raise InvalidArgumentError(problem, hint="return the skeleton")
+    return skeleton
 
 
 def run_plan(session: Session, arguments: Namespace) -> dict[str, Any]:
@@ -56,10 +67,7 @@ def _migrate(path: str, arguments: Namespace) -> CheckpointRecord:
 
     skeleton = None
     if arguments.skeleton is not None:
-        skeleton = call_object(arguments.skeleton, "--skeleton")
-        if skeleton is None:
-            problem = f"--skeleton {arguments.skeleton}: it returned None"
-            raise InvalidArgumentError(problem, hint="return the skeleton")
+        skeleton = _skeleton(arguments.skeleton)
     registries = [load_object(text, "--migrations") for text in arguments.migrations]
     return migrate_checkpoint(path, arguments.new, registries, skeleton=skeleton)
 

@@ -77,7 +77,10 @@ def plan_lines(plan: Plan, *, all_rows: bool = False) -> list[str]:
     table = [line for line in align_rows(_trim(rows), _WIDTH) if line]
     lines = [*_head(plan), "", *table]
     if plan.notes:
-        lines += ["", *(f"note  {escape(note)}" for note in plan.notes)]
+        notes = plan.notes[: None if all_rows else _ROWS]
+        lines += ["", *(f"note  {escape(note)}" for note in notes)]
+        if len(notes) < len(plan.notes):
+            lines.append(f"and {len(plan.notes) - len(notes):,} more notes")
     return lines + _remedy(plan.suggestions)
 
 
@@ -149,9 +152,10 @@ def _sum_loads(plan: Plan, resized: set[str]) -> Iterator[tuple[str, str, str, s
             leaves[top] += 1
             spec = plan.specs(name)[1]
             sizes[top] += 0 if spec is None else spec.nbytes
-    for top, count in leaves.items():
+    for top, count in list(leaves.items())[:_ROWS]:
         what = f"{show_count(count, 'leaf')}, {show_bytes(sizes[top])}"
         yield escape(shown_name(top)), "load", what, ""
+    yield from _more(len(leaves), "load", False)
 
 
 def _row(plan: Plan, name: str, action: str) -> tuple[str, str, str, str]:
