@@ -62,7 +62,7 @@ def suggest_rules(
     doubtful = {n for n in gone if _alike(extra[n]) in unsure}
     gone -= doubtful
     new -= {n for n in new if _alike(missing[n]) in unsure}
-    return (
+    found = (
         *(line for line, _ in lines),
         *(f"step.drop({_text(name)})" for name in _collapse(gone, file_names)),
         *(
@@ -71,7 +71,10 @@ def suggest_rules(
         ),
         *(line for item in mismatches for line in _change(item)),
         *_doubt(sorted(doubtful)),
-    )[:_MAX_LINES]
+    )
+    if (more := len(found) - _MAX_LINES) > 0:
+        return (*found[:_MAX_LINES], f"# and {more} lines more, like these")
+    return found
 
 
 def _doubt(names: Sequence[str]) -> Iterator[str]:

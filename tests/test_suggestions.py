@@ -189,6 +189,14 @@ def test_equal_candidates_are_not_guessed_between(tmp_path: Path) -> None:
     assert "not guessed" in str(plan)
 
 
+def test_many_lines_end_in_a_comment_that_says_how_many_more(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_checkpoint({f"x{chr(97 + n)}": n for n in range(25)}, path)
+    lines = plan_restore({}, path).suggestions
+    assert lines[0] == 'step.drop("xa")'
+    assert lines[20:] == ("# and 5 lines more, like these",)
+
+
 def test_shifted_layers_are_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_checkpoint({"pi": {f"Dense_{n}": DENSE for n in (0, 1)}}, path)
