@@ -82,7 +82,6 @@ def _apply_entry(
         excused = left_out or verb.guard or (verb.asks_skeleton and facts.partial)
         if not found and not excused:
             raise _nothing_found(draft, registry, entry, verb, facts)
-    draft.applied.append(entry.title)
 
 
 def _was_left_out(verb: Verb, excluded: Sequence[str]) -> bool:
@@ -105,8 +104,7 @@ def _was_left_out(verb: Verb, excluded: Sequence[str]) -> bool:
 def _nothing_found(
     draft: Draft, registry: Migrations, entry: Entry, verb: Verb, facts: Facts
 ) -> MigrationError:
-    words = verb.text.split()
-    near = near_names(words[1], draft.leaves) if len(words) > 1 else []
+    near = near_names(verb.sources[0], draft.leaves) if verb.sources else []
     hint = f"near names: {', '.join(near)}" if near else "look at ajaxckpt inspect"
     if verb.asks_skeleton and facts.skeleton is None:
         hint = "pass skeleton= (--skeleton): what it finds is the skeleton's to say"

@@ -62,6 +62,15 @@ def _shape(scope: Scope, name: str, leaf: DraftLeaf) -> tuple[int, ...] | None:
     return None if leaf.spec is None else leaf.spec.shape
 
 
+def _known_shape(scope: Scope, name: str, leaf: DraftLeaf) -> tuple[int, ...]:
+    """Return a leaf's shape, which decides how many leaves become of it."""
+    shape = _shape(scope, name, leaf)
+    if shape is None:
+        problem = f"{_shown(scope, name)}: its shape is not known yet"
+        raise scope.error(problem, "cut it before it is computed, not after")
+    return shape
+
+
 def _shown(scope: Scope, name: str) -> str:
     return shown_name(scope.full(name))
 
@@ -192,9 +201,7 @@ def split_leaves(
     cut: dict[str, DraftLeaf] = {}
     for name, match in found.items():
         leaf = scope.get(name)
-        shape = _shape(scope, name, leaf)
-        if shape is None:
-            raise scope.error(f"{_shown(scope, name)}: split it before it is computed")
+        shape = _known_shape(scope, name, leaf)
         at = _axis(scope, name, axis, len(shape))
         start = 0
         lengths = sizes or [shape[at] // len(targets)] * len(targets)
@@ -298,11 +305,7 @@ def unstack_leaves(scope: Scope, source: Source, target: Template, axis: int) ->
     apart: dict[str, DraftLeaf] = {}
     for name, match in found.items():
         leaf = scope.get(name)
-        shape = _shape(scope, name, leaf)
-        if shape is None:
-            raise scope.error(
-                f"{_shown(scope, name)}: unstack it before it is computed"
-            )
+        shape = _known_shape(scope, name, leaf)
         at = _axis(scope, name, axis, len(shape))
         for place in range(shape[at]):
             new = scope.fill(target, match, place)

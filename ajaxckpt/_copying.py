@@ -148,7 +148,7 @@ def _collect(
         if spec.payload_dtype:
             sources[name] = partial(_source, read, spec)
         else:
-            values[name] = _scalar(read(), spec)
+            values[name] = encode_scalar(spec.kind, read())
     return StateData(layout=layout, values=values, sources=sources)
 
 
@@ -199,7 +199,3 @@ def _source(read: Any, spec: LeafSpec) -> LeafData | bytes:
     if spec.kind in TEXT_KINDS:
         return encode_text(value)
     return whole_leaf(value, STORED_DTYPES[spec.payload_dtype], frozen=True)
-
-
-def _scalar(value: Any, spec: LeafSpec) -> Value:
-    return encode_scalar(spec.kind, value)

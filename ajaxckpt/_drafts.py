@@ -75,20 +75,14 @@ class Draft:
     Attributes:
         leaves: by name, in the file's order.
         dropped: the file's leaves that a rule dropped, and which.
-        applied: the rules that found something.
     """
 
     leaves: dict[str, DraftLeaf]
     dropped: dict[str, str] = field(default_factory=dict[str, str])
-    applied: list[str] = field(default_factory=list[str])
 
     def copy(self) -> Draft:
         """Return a draft that can be changed on its own."""
-        return Draft(
-            leaves=dict(self.leaves),
-            dropped=dict(self.dropped),
-            applied=list(self.applied),
-        )
+        return Draft(leaves=dict(self.leaves), dropped=dict(self.dropped))
 
 
 def draft_layout(layout: Layout) -> Draft:
@@ -149,18 +143,21 @@ def _conform(value: Any, leaf: DraftLeaf, name: str, spec: LeafSpec | None) -> A
     """Return a host value that is what the spec says, without changing the value."""
     if spec is None:
         return value if type(value) in (*_PYTHON_NUMBERS, str, bytes) else _host(value)
-    if spec.kind in (*NUMBER_KINDS, *TEXT_KINDS, "enum"):
+    named = spec.kind in ("enum", "function")  # their values are names
+    if named or spec.kind in (*NUMBER_KINDS, *TEXT_KINDS):
         found = value.item() if _is_scalar_array(value) else value
-        wanted = "str" if spec.kind == "enum" else spec.kind
+        wanted = "str" if named else spec.kind
         if type(found).__name__ == wanted:
             return found
         raise _blame(leaf, name, f"expected {spec}, found {describe_value(value)}")
     dtype = storage_dtype(name, spec)
-    if leaf.form == "constant" or type(value) in _PYTHON_NUMBERS:
+    number = type(value) in _PYTHON_NUMBERS and spec.payload_shape == ()
+    if leaf.form == "constant" or number:
         return _fill(value, leaf, name, spec, dtype)
     array = _host(value)
     if array.dtype != dtype or array.shape != spec.payload_shape:
-        raise _blame(leaf, name, f"expected {spec}, found {describe_value(array)}")
+        found = describe_value(array if hasattr(value, "dtype") else value)
+        raise _blame(leaf, name, f"expected {spec}, found {found}")
     return array
 
 

@@ -60,8 +60,10 @@ def note_hyperparameters(
     are compared by their digests: nothing is read.
     """
     for name, leaf in flat.leaves.items():
+        if not _is_setting(name, leaf):
+            continue
         found = draft.leaves.get(file_name(subtree, name))
-        if found is None or found.form != "stored" or not _is_setting(name, leaf):
+        if found is None or found.form != "stored":
             continue
         spec = checkpoint.layout[found.stored]
         if _facts(name, leaf) not in (

@@ -413,6 +413,24 @@ WRONG: dict[str, tuple[Any, Any, Callable[[Rules], Any], str]] = {
         lambda r: r.map("x", lambda x: x),
         "x: expected numpy float32[6], found float32[2,3]",
     ),
+    "a number for an array": (
+        X,
+        ZEROS,
+        lambda r: r.map("x", lambda x: float(x.sum())),
+        "x: expected numpy float32[2,3], found float",
+    ),
+    "cut after it is computed": (
+        X,
+        ZEROS,
+        lambda r: r.map("x", np.negative).split("x", ["a", "b"]),
+        "x: its shape is not known yet",
+    ),
+    "unstacked after it is computed": (
+        X,
+        ZEROS,
+        lambda r: r.map("x", np.negative).unstack("x", "a.{index}"),
+        "x: its shape is not known yet",
+    ),
     "wrong type": (
         {"x": 1},
         {"x": 0},
@@ -429,7 +447,7 @@ WRONG: dict[str, tuple[Any, Any, Callable[[Rules], Any], str]] = {
         X,
         ZEROS,
         lambda r: r.map("x", lambda x: None),
-        "x: expected numpy float32[2,3], found object[]",
+        "x: expected numpy float32[2,3], found NoneType",
     ),
     "raising": (X, ZEROS, lambda r: r.map("x", raising), "x: the function raised Runt"),
     "inexact": (
@@ -1078,10 +1096,19 @@ def test_a_copy_for_a_skeleton_fits_it_or_is_not_written(
 ) -> None:
     save_checkpoint({"w": jnp.asarray(W)}, path)
     new = tmp_path / "new.safetensors"
-    own = one_step(lambda r: r.add("key", from_skeleton=True).add("z", np.nan))
+    own = one_step(
+        lambda r: (
+            r.add("key", from_skeleton=True)
+            .add("f", from_skeleton=True)
+            .add("z", np.nan)
+        )
+    )
     with pytest.raises(MigrationError, match="pass skeleton="):
         migrate_checkpoint(path, new, own)
-    skeleton = {"w": jnp.zeros((2, 3)), "key": jax.random.key(4), "z": jnp.zeros(2)}
+    skeleton = {
+        **{"w": jnp.zeros((2, 3)), "key": jax.random.key(4), "z": jnp.zeros(2)},
+        "f": abs,
+    }
     with pytest.raises(LayoutMismatchError, match="would not fit the skeleton"):
         migrate_checkpoint(path, new, own, skeleton={**skeleton, "other": 1})
     assert not new.exists()
