@@ -26,21 +26,21 @@ from ajaxckpt._errors import (
 from ajaxckpt._metadata import Metadata
 from ajaxckpt._migrations import Migrations, as_registries, record_versions
 from ajaxckpt._paths import resolve_path
-from ajaxckpt._patterns import as_patterns, parse_pattern
+from ajaxckpt._patterns import parse_patterns
 from ajaxckpt._plain import plain_config, plain_metrics, plain_step
 from ajaxckpt._plan import RestorePlan, make_plan
+from ajaxckpt._progress import show_progress
 from ajaxckpt._provenance import gather_provenance
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._writer import CheckpointRecord, digest_data, write_checkpoint
+from ajaxckpt._writer import (
+    CheckpointRecord,
+    digest_data,
+    state_bytes,
+    write_checkpoint,
+)
 
 State = TypeVar("State")
 Registries = Migrations | Iterable[Migrations] | None
-
-
-def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
-    return tuple(
-        parse_pattern(text, argument).text for text in as_patterns(patterns, argument)
-    )
 
 
 def save_checkpoint(
@@ -52,6 +52,7 @@ def save_checkpoint(
     config: Any = None,
     migrations: Registries = None,
     exclude: Patterns = (),
+    progress: bool = False,
 ) -> CheckpointRecord:
     """Save a state to one file, atomically and durably.
 
@@ -69,6 +70,8 @@ def save_checkpoint(
             versions are recorded.
         exclude: patterns of leaves to leave out; a restore then names them in
             ``keep``.
+        progress: whether to show a bar, on a terminal and for much data; it takes
+            the package rich.
 
     Returns:
         What was written: path, ids, digest, bytes.
@@ -85,20 +88,35 @@ def save_checkpoint(
     """
     target = resolve_path(path)
     with error_context(target, "cannot save"), jax.transfer_guard("allow"):
-        registries = as_registries(migrations)
-        excluded = _as_patterns(exclude, "exclude")
-        metadata = Metadata(
-            checkpoint_id=uuid.uuid4().hex,
-            step=plain_step(step),
-            metrics=plain_metrics(metrics),
-            config=plain_config(config),
-            excluded=excluded,
-            layouts=record_versions(registries),
-            provenance=gather_provenance(),
-        )
-        data = collect_state(state, excluded)
-        refuse_nothing(data, excluded, target)
-        return write_checkpoint(target, data, metadata)
+        metadata = describe_save(step, metrics, config, migrations, exclude)
+        data = collect_state(state, metadata.excluded)
+        refuse_nothing(data, metadata.excluded, target)
+        label = f"saving {os.path.basename(target)}"
+        with show_progress(label, state_bytes(data), wanted=progress) as told:
+            return write_checkpoint(target, data, metadata, told)
+
+
+def describe_save(
+    step: Any,
+    metrics: Mapping[str, Any] | None,
+    config: Any,
+    migrations: Registries,
+    exclude: Patterns,
+) -> Metadata:
+    """Check what a save is to say of itself, and add what it says of its own.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+    """
+    return Metadata(
+        checkpoint_id=uuid.uuid4().hex,
+        step=plain_step(step),
+        metrics=plain_metrics(metrics),
+        config=plain_config(config),
+        excluded=parse_patterns(exclude, "exclude"),
+        layouts=record_versions(as_registries(migrations)),
+        provenance=gather_provenance(),
+    )
 
 
 def state_digest(state: Any) -> str:
@@ -158,7 +176,7 @@ def plan_restore(
         registries = as_registries(migrations)
         refuse_traced("the state is restored")
         exceptions: dict[str, Patterns] = {
-            "keep": _as_patterns(keep, "keep"),
+            "keep": parse_patterns(keep, "keep"),
             "ignore": ignore,
             "resize": resize,
         }
@@ -177,6 +195,7 @@ def restore_into(
     resize: Patterns = (),
     migrations: Registries = None,
     config: Any = None,
+    progress: bool = False,
 ) -> State:
     """Restore a file into the place of a skeleton's leaves: all, or an error.
 
@@ -199,6 +218,7 @@ def restore_into(
             several, applied one after the other; patterns there are over the names
             of the whole state.
         config: the config of now, to be compared with the file's in the plan.
+        progress: whether to show a bar, as ``save_checkpoint`` does.
 
     Returns:
         A new pytree; the skeleton is not changed.
@@ -228,4 +248,4 @@ def restore_into(
         config=config,
     )
     with error_context(plan.path, "cannot restore"):
-        return plan.apply()
+        return plan.apply(progress=progress)

@@ -11,6 +11,9 @@ Knows nothing of trees, bytes or paths beyond their text::
     ├── MigrationError              a migration cannot be applied
     ├── InvalidArgumentError        an argument is wrong; also ValueError
     ├── StepExistsError             also FileExistsError
+    ├── RunLockedError              another process writes this run
+    ├── BackgroundSaveError         a save that was accepted failed
+    ├── NoSpaceError                the disk has no room; also OSError
     └── CheckpointNotFoundError     also FileNotFoundError
 
 An ``OSError`` of the operating system (disk full, permission) passes through
@@ -110,6 +113,24 @@ class InvalidArgumentError(CheckpointError, ValueError):
 
 class StepExistsError(CheckpointError, FileExistsError):
     """Another checkpoint of this step is there already."""
+
+
+class RunLockedError(CheckpointError):
+    """Another live process writes this run."""
+
+
+class BackgroundSaveError(CheckpointError):
+    """A save that was accepted failed later; its cause is the ``__cause__``.
+
+    Attributes:
+        step: the step that was not saved, or None.
+    """
+
+    step: int | None = None
+
+
+class NoSpaceError(CheckpointError, OSError):
+    """The disk has no room for what a run is to keep."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

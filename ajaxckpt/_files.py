@@ -86,7 +86,7 @@ class Sink:
         self.flush()
 
 
-def _sync(fd: int) -> None:
+def sync_file(fd: int) -> None:
     """Make a descriptor's bytes durable; macOS needs a stronger word for it."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None and fcntl is not None:
@@ -105,7 +105,7 @@ def _ignoring_unknown_operation() -> Generator[None]:
             raise
 
 
-def _sync_directory(directory: str) -> None:
+def sync_directory(directory: str) -> None:
     if os.name == "nt":  # a directory cannot be opened there
         return
     fd = os.open(directory, os.O_RDONLY | OPEN_FLAGS)
@@ -116,7 +116,7 @@ def _sync_directory(directory: str) -> None:
         os.close(fd)
 
 
-def _make_directories(directory: str) -> None:
+def make_directories(directory: str) -> None:
     """Create a directory and its parents, each made durable in its own parent."""
     missing: list[str] = []
     while not os.path.isdir(directory) and directory not in missing:
@@ -125,10 +125,10 @@ def _make_directories(directory: str) -> None:
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
-            _sync_directory(os.path.dirname(path))
+            sync_directory(os.path.dirname(path))
 
 
-def _lock(fd: int) -> bool | None:
+def try_lock(fd: int) -> bool | None:
     """Try to lock a temp.
 
     Returns:
@@ -156,7 +156,7 @@ def _sweep_temps(directory: str) -> None:
             path = os.path.join(directory, name)
             fd = _open_temp(path)
             try:
-                if stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd):
+                if stat.S_ISREG(os.fstat(fd).st_mode) and try_lock(fd):
                     os.unlink(path)
             finally:
                 os.close(fd)
@@ -170,13 +170,13 @@ def _open_temp(path: str) -> int:
         return os.open(path, os.O_RDONLY | flags)
 
 
-def _discard(path: str) -> None:
+def discard(path: str) -> None:
     """Remove a temp as well as that goes."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
-def _above_standard(fd: int) -> int:
+def above_standard(fd: int) -> int:
     """Move a descriptor out of 0 to 2: with stderr closed, logs would go into it."""
     if fd > 2 or fcntl is None:
         return fd
@@ -185,7 +185,7 @@ def _above_standard(fd: int) -> int:
     return higher
 
 
-def _create_temp(directory: str) -> tuple[str, int]:
+def create_temp(directory: str) -> tuple[str, int]:
     """Create and lock a new temp; its mode is the umask's.
 
     Returns:
@@ -195,17 +195,17 @@ def _create_temp(directory: str) -> tuple[str, int]:
         name = f".ajaxckpt-{secrets.token_hex(8)}.tmp"
         path = os.path.join(directory, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
-        fd = _above_standard(os.open(path, flags, 0o666))
+        fd = above_standard(os.open(path, flags, 0o666))
         try:
-            if _lock(fd) is not False and os.fstat(fd).st_nlink:
+            if try_lock(fd) is not False and os.fstat(fd).st_nlink:
                 return path, fd
         except BaseException:
             os.close(fd)
-            _discard(path)
+            discard(path)
             raise
         # a sweeper came between the two calls: it removes the temp, and so do we
         os.close(fd)
-        _discard(path)
+        discard(path)
 
 
 def _check_replaceable(path: str, is_ours: Callable[[bytes], bool]) -> int | None:
@@ -249,7 +249,7 @@ def _fill_temp(fd: int, mode: int | None, write: Callable[[Sink], None]) -> None
         if mode is not None and hasattr(os, "fchmod"):
             os.fchmod(fd, mode)
         write(Sink(fd))
-        _sync(fd)
+        sync_file(fd)
     except BaseException:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -264,7 +264,7 @@ def _keeping_lock(fd: int) -> Generator[None]:
         yield
         return
     try:
-        keeper = _above_standard(os.dup(fd))
+        keeper = above_standard(os.dup(fd))
     except BaseException:
         os.close(fd)
         raise
@@ -279,14 +279,14 @@ def _publish(
 ) -> None:
     """Fill a temp and rename it over the target; whatever fails, leave no temp."""
     mode = _check_replaceable(target, is_ours)
-    temp, fd = _create_temp(os.path.dirname(target))
+    temp, fd = create_temp(os.path.dirname(target))
     try:
         with _keeping_lock(fd):
             _fill_temp(fd, mode, write)
             _check_replaceable(target, is_ours)
             _replace(temp, target)
     except BaseException:
-        _discard(temp)
+        discard(temp)
         raise
 
 
@@ -309,8 +309,8 @@ def write_atomically(
     target = os.path.realpath(path)
     directory = os.path.dirname(target)
     _check_replaceable(target, is_ours)
-    _make_directories(directory)
+    make_directories(directory)
     _sweep_temps(directory)
     _publish(target, write, is_ours)
-    _sync_directory(directory)
+    sync_directory(directory)
     return target

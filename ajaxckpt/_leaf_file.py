@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,10 @@ def _check_is_ours(head: bytes, size: int) -> None:
     )
 
 
+def _ignore(nbytes: int) -> None:
+    del nbytes
+
+
 class LeafFile:
     """An open checkpoint file, from which leaves are read by name.
 
@@ -83,7 +87,10 @@ class LeafFile:
         path: the file, absolute.
         header: all that its header says.
         nbytes: bytes of the whole file.
+        told: called with every number of payload bytes that was read.
     """
+
+    told: Callable[[int], None] = staticmethod(_ignore)
 
     def __init__(self, path: str) -> None:
         """Open a file and check its header."""
@@ -227,6 +234,7 @@ class LeafFile:
         if (done := read_into(self._fd, buffers, start)) != expected:
             problem = f"{name}: the file ends after {done} of {expected} bytes"
             raise DamagedCheckpointError(problem, hint=DAMAGED_HINT)
+        self.told(done)
 
     def _fill_group(self, group: list[Tensor], buffers: Mapping[str, Array]) -> None:
         if len(group) > 1:

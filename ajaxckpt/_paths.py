@@ -70,6 +70,8 @@ def describe_file_type(mode: int) -> str:
 def _refuse_other_types(path: str, mode: int) -> None:
     if kind := describe_file_type(mode):
         hint = "pass the path of a file"
+        if stat.S_ISDIR(mode):
+            hint += ", or read a run's directory with ajaxckpt.Run(directory)"
         raise NotACheckpointError(f"is {kind}", path=path, hint=hint)
 
 

@@ -263,3 +263,15 @@ def top_level(names: Iterable[str], limit: int = 10) -> list[str]:
         if match := SEGMENT.match(name):
             found[match[0]] = None
     return list(found)
+
+
+def parse_patterns(
+    patterns: str | Iterable[str], argument: str = ""
+) -> tuple[str, ...]:
+    """Return an argument's patterns in their one spelling.
+
+    Raises:
+        InvalidArgumentError: a pattern is wrong.
+    """
+    texts = as_patterns(patterns, argument)
+    return tuple(parse_pattern(text, argument).text for text in texts)

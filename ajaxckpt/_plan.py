@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ from ajaxckpt._patterns import top_level
 from ajaxckpt._placement import restore_leaves
 from ajaxckpt._places import LeafSource, Target
 from ajaxckpt._plan_table import plan_lines
+from ajaxckpt._progress import ignore_bytes, show_progress
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._skeletons import describe_skeleton, note_hyperparameters, refuse_abstract
 from ajaxckpt._suggestions import suggest_rules
@@ -148,8 +150,16 @@ class RestorePlan:
         """Render the plan as a table, what stands in the way and the way out."""
         return "\n".join(plan_lines(self))
 
-    def apply(self) -> Any:
+    @property
+    def nbytes(self) -> int:
+        """The payload bytes to be restored."""
+        return sum(self._file[name].nbytes for name in self.decisions.load)
+
+    def apply(self, *, progress: bool = False) -> Any:
         """Restore.
+
+        Args:
+            progress: whether to show a bar, on a terminal and for much data.
 
         Returns:
             A new pytree of the skeleton's structure, and of what was adopted; the
@@ -171,7 +181,13 @@ class RestorePlan:
             for name in self.decisions.load
         ]
         skeleton = self._skeleton.leaves.values()
-        restored = restore_leaves(targets, self._source, skeleton)
+        label = f"restoring {os.path.basename(self.path)}"
+        with show_progress(label, self.nbytes, wanted=progress) as told:
+            self._checkpoint.file.told = told
+            try:
+                restored = restore_leaves(targets, self._source, skeleton)
+            finally:
+                self._checkpoint.file.told = ignore_bytes
         leaves = dict(self._skeleton.leaves)
         for name in self.decisions.load:
             leaves[name] = restored[file_name(self.subtree, name)]

@@ -75,8 +75,8 @@ def _hash_chunks(chunks: Iterable[Any], consume: Callable[[Any], None]) -> str:
     return hasher.hexdigest()
 
 
-def _ignore(chunk: Any) -> None:
-    del chunk
+def _ignore(item: Any) -> None:
+    del item
 
 
 def digest_leaf(source: Source) -> str:
@@ -91,18 +91,40 @@ def digest_data(state: StateData) -> str:
 
 
 def _write_payload(
-    sink: Sink, tensors: Iterable[Tensor], sources: Mapping[str, Source]
+    sink: Sink,
+    tensors: Iterable[Tensor],
+    sources: Mapping[str, Source],
+    told: Callable[[int], None],
 ) -> dict[str, str]:
+    def write(chunk: Any) -> None:
+        sink.write(chunk)
+        told(len(chunk))
+
     return {
-        tensor.name: _hash_chunks(_iter_source(sources[tensor.name]), sink.write)
+        tensor.name: _hash_chunks(_iter_source(sources[tensor.name]), write)
         for tensor in tensors
     }
 
 
+def state_bytes(state: StateData) -> int:
+    """Return the payload bytes of a state's file."""
+    tensors = arrange_tensors(state.layout)
+    return tensors[-1].end if tensors else 0
+
+
 def write_checkpoint(
-    path: str, state: StateData, metadata: Metadata
+    path: str,
+    state: StateData,
+    metadata: Metadata,
+    told: Callable[[int], None] = _ignore,
 ) -> CheckpointRecord:
     """Write a state to an absolute path, atomically and durably.
+
+    Args:
+        path: the file, absolute.
+        state: what to write.
+        metadata: what the file says of itself.
+        told: called with every number of payload bytes that was handed on.
 
     Raises:
         InvalidArgumentError: the header would exceed the format's limits.
@@ -117,7 +139,7 @@ def write_checkpoint(
 
     def write(sink: Sink) -> None:
         sink.skip(len(draft))
-        digests.update(_write_payload(sink, tensors, state.sources))
+        digests.update(_write_payload(sink, tensors, state.sources, told))
         sink.flush()
         # last: a temp whose writer died begins with zeros and is no checkpoint
         sink.write_head(seal_header(draft, [digests[item.name] for item in tensors]))

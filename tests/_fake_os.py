@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from ajaxckpt import _files, _paths
+from ajaxckpt import _directories, _files, _paths
 
 _OPENERS = {"open", "dup"}
 _CALLS = _OPENERS | {
     *("close", "fchmod", "fstat", "fsync", "listdir", "lseek", "lstat", "mkdir"),
-    *("preadv", "read", "replace", "stat", "unlink", "write", "writev"),
+    *("preadv", "read", "rename", "replace", "stat", "unlink", "write", "writev"),
+    "ftruncate",
 }
 # these neither change the disk nor report its errors
 _PLAIN = {"altsep", "fsdecode", "fsencode", "fspath", "name", "path", "sep"}
@@ -109,6 +110,7 @@ def install(patch: pytest.MonkeyPatch, fake: FakeOs) -> FakeOs:
     """Put a fake in the place of ``os`` and ``fcntl``."""
     patch.setattr(_files, "os", fake)
     patch.setattr(_paths, "os", fake)
+    patch.setattr(_directories, "os", fake)
     patch.setattr(_files, "fcntl", FakeFcntl(fake))
     return fake
 

@@ -419,7 +419,8 @@ FOREIGN = {
     "zeros": (lambda path: path.write_bytes(bytes(5000)), UNFINISHED),
     "directory": (
         lambda path: path.mkdir(),
-        "is a directory\nTo mend: pass the path of a file",
+        "is a directory\nTo mend: pass the path of a file, or read a run's directory "
+        "with ajaxckpt.Run(directory)",
     ),
     "fifo": (os.mkfifo, "is a FIFO\nTo mend: pass the path of a file"),
     "device": (

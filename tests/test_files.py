@@ -367,7 +367,10 @@ def test_what_is_no_file_is_refused_at_once_and_stays(oddity: tuple[str, str]) -
             verb(path)
         message = str(caught.value)
         assert message.startswith(f"{path}: {act}")
-        assert message.endswith(f": is {kind}\nTo mend: pass the path of a file")
+        mend = "pass the path of a file"
+        if kind == "a directory":
+            mend += ", or read a run's directory with ajaxckpt.Run(directory)"
+        assert message.endswith(f": is {kind}\nTo mend: {mend}")
     after = os.lstat(path)
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
     assert len(os.listdir("/dev/fd")) == descriptors
