@@ -76,6 +76,9 @@ class Worker:
 
     def _start(self) -> None:
         """See to it that a thread does what is to be done."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            return
         # at the interpreter's end, a thread would not be waited for, or not start
         if not threading.main_thread().is_alive():
             self._run()

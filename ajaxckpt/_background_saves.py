@@ -92,7 +92,7 @@ class BackgroundSave:
             traceback.clear_frames(error.__traceback__)  # they hold the snapshot
             _untold.append(self)
         finally:
-            snapshot.release()
+            snapshot.discard()
             self._finished.set()
 
 

@@ -13,7 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from ajaxckpt._arguments import build_parser
 from ajaxckpt._commands import COMMANDS
@@ -24,6 +24,7 @@ from ajaxckpt._tables import escape
 
 _SOUND, _FINDING, _USAGE = 0, 1, 2
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
+_CLEAR = "\x1b[H\x1b[2J"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Namespace) -> int:
-    session = _Session(as_json=arguments.json)
+    session = _Session(command=arguments.command, as_json=arguments.json)
     try:
         for pattern in getattr(arguments, "select", ()):
             parse_pattern(pattern)
@@ -62,7 +63,7 @@ def _run(arguments: Namespace) -> int:
         _print_error(str(error))
         return _USAGE
     body = COMMANDS[arguments.command](session, arguments)
-    if arguments.json:
+    if arguments.json and body is not None:
         _print(encode_document(arguments.command, session.errors, body), sys.stdout)
     _flush_stdout()
     return session.code
@@ -72,6 +73,7 @@ def _run(arguments: Namespace) -> int:
 class _Session:
     """One call: what went wrong so far, and whether results are text or JSON."""
 
+    command: str
     as_json: bool
     code: int = _SOUND
     errors: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
@@ -80,6 +82,18 @@ class _Session:
         """Print a line of the result, where that is text."""
         if not self.as_json:
             _print(line, sys.stdout)
+
+    def refresh(
+        self, lines: Sequence[str], errors: list[dict[str, str]], body: dict[str, Any]
+    ) -> None:
+        """Show a result that replaces the one before: on a terminal, in its place."""
+        if self.as_json:
+            text = encode_document(self.command, errors, body, indent=None)
+        else:
+            clear = _CLEAR if sys.stdout and sys.stdout.isatty() else ""
+            text = clear + "\n".join(lines)
+        _print(text, sys.stdout)
+        _flush_stdout()
 
     def find(self, code: int = _FINDING) -> None:
         """Remember that the exit status is at least this."""

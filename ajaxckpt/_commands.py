@@ -23,6 +23,7 @@ from ajaxckpt._errors import (
 )
 from ajaxckpt._patterns import select_names
 from ajaxckpt._plan_commands import run_migrate, run_plan
+from ajaxckpt._run_commands import run_ls, run_prune, run_watch
 from ajaxckpt._sessions import FOREIGN, Session, attempt, status_of
 from ajaxckpt._tables import escape
 
@@ -216,4 +217,7 @@ COMMANDS = {
     "digest": _run_digest,
     "plan": run_plan,
     "migrate": run_migrate,
+    "ls": run_ls,
+    "prune": run_prune,
+    "watch": run_watch,
 }

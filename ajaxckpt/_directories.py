@@ -32,15 +32,15 @@ class LockHeldError(Exception):
     """Another process holds the lock; its text says which."""
 
 
-def hold_lock(path: str, owner: str) -> tuple[int, bool]:
+def hold_lock(path: str) -> tuple[int, bool, str]:
     """Lock a file until the descriptor is closed or the process is gone.
 
     Args:
         path: the lock file, made where it is missing and never removed.
-        owner: who holds it, for those that come in vain.
 
     Returns:
-        The descriptor, and whether the file system knows locks at all.
+        The descriptor, whether the file system knows locks at all, and the text that
+        the last holder left.
 
     Raises:
         LockHeldError: somebody else holds it.
@@ -50,15 +50,21 @@ def hold_lock(path: str, owner: str) -> tuple[int, bool]:
     fd = above_standard(os.open(path, flags, 0o666))
     try:
         locked = _try_lock_thrice(fd)
+        text = os.read(fd, 1024).decode("utf-8", "replace")
         if locked is False:
-            text = os.read(fd, 1024).decode("utf-8", "replace")
-            raise LockHeldError(text.strip() or "another process")
-        os.ftruncate(fd, 0)
-        os.write(fd, owner.encode())
+            raise LockHeldError(text.split("\n")[0].strip() or "another process")
     except BaseException:
         os.close(fd)
         raise
-    return fd, locked is True
+    return fd, locked is True, text
+
+
+def sign_lock(fd: int, text: str) -> None:
+    """Write into a lock that is held: for those that come in vain, or later."""
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    append_bytes(fd, text.encode())
+    sync_file(fd)
 
 
 def _try_lock_thrice(fd: int) -> bool | None:
@@ -79,7 +85,8 @@ def read_holder(path: str) -> str:
     try:
         if try_lock(fd) is not False:
             return ""
-        return os.read(fd, 1024).decode("utf-8", "replace").strip() or "a process"
+        text = os.read(fd, 1024).decode("utf-8", "replace")
+        return text.split("\n")[0].strip() or "a process"
     finally:
         os.close(fd)
 

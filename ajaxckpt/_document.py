@@ -1,10 +1,10 @@
 """The JSON documents of the command line: what they promise, and their encoding.
 
 ``--json`` prints one document per call, however many paths it takes, and none where
-the call itself is wrong. Within a schema number keys are only ever added.
-``CONTRACT`` lists every key by its path from the top, ``[]`` for the items of a
-list, with the types it may have; ``object`` stands for data whose keys are the
-user's.
+the call itself is wrong; ``watch`` prints one per refresh, each on a line of its
+own. Within a schema number keys are only ever added. ``CONTRACT`` lists every key by
+its path from the top, ``[]`` for the items of a list, with the types it may have;
+``object`` stands for data whose keys are the user's.
 """
 
 from __future__ import annotations
@@ -130,6 +130,40 @@ copy.digest                          str
 copy.leaves                          int
 copy.bytes                           int
 """
+_LS = """
+run                                  null
+run.path                             str
+run.run_ids[]                        str
+run.writers[].run_id                 str
+run.writers[].owner                  str
+run.abandoned                        int
+run.checkpoints[].path               str
+run.checkpoints[].step               int | null
+run.checkpoints[].bytes              int
+run.checkpoints[].run_id             str | null
+run.checkpoints[].checkpoint_id      str | null
+run.checkpoints[].time               float
+run.checkpoints[].status             str
+run.checkpoints[].newest             bool
+run.checkpoints[].best               bool
+run.checkpoints[].pinned             bool
+run.checkpoints[].metrics            object
+"""
+_PRUNE = """
+prune                                null
+prune.path                           str
+prune.run_id                         str | null
+prune.dry_run                        bool
+prune.removed[].path                 str
+prune.removed[].step                 int
+prune.removed[].bytes                int
+prune.kept[].path                    str
+prune.kept[].step                    int | null
+prune.kept[].bytes                   int
+prune.kept[].reasons[]               str
+prune.other_runs[]                   str
+prune.notes[]                        str
+"""
 CONTRACT = {
     "inspect": _EVERY + _INSPECT.lstrip(),
     "verify": _EVERY + _VERIFY.lstrip(),
@@ -137,15 +171,21 @@ CONTRACT = {
     "digest": _EVERY + _DIGEST.lstrip(),
     "plan": _EVERY + _PLAN.lstrip(),
     "migrate": _EVERY + _MIGRATE.lstrip(),
+    "ls": _EVERY + _LS.lstrip(),
+    "prune": _EVERY + _PRUNE.lstrip(),
+    "watch": _EVERY + _LS.lstrip(),
 }
 
 
 def encode_document(
-    command: str, errors: list[dict[str, str]], body: dict[str, Any]
+    command: str,
+    errors: list[dict[str, str]],
+    body: dict[str, Any],
+    indent: int | None = 2,
 ) -> str:
-    """Write a document as JSON, in ASCII."""
+    """Write a document as JSON, in ASCII; on one line where nothing is indented."""
     head = {"ajaxckpt": {"command": command, "schema": SCHEMA}, "errors": errors}
-    return json.dumps(_name_floats({**head, **body}), indent=2, allow_nan=False)
+    return json.dumps(_name_floats({**head, **body}), indent=indent, allow_nan=False)
 
 
 def _name_floats(value: object) -> object:

@@ -78,6 +78,10 @@ class Sink:
             views = drop_bytes(views, _write_some(self._fd, views))
         self._pending, self._pending_bytes = [], 0
 
+    def drop(self) -> None:
+        """Let go of what was not written: an error that is kept keeps this, too."""
+        self._pending, self._pending_bytes = [], 0
+
     def write_head(self, head: bytes) -> None:
         """Write the first bytes of the file, after all others."""
         self.flush()
@@ -245,12 +249,14 @@ def _replace(source: str, target: str) -> None:
 
 def _fill_temp(fd: int, mode: int | None, write: Callable[[Sink], None]) -> None:
     """Write, fsync and close; a failing close is a failed write."""
+    sink = Sink(fd)
     try:
         if mode is not None and hasattr(os, "fchmod"):
             os.fchmod(fd, mode)
-        write(Sink(fd))
+        write(sink)
         sync_file(fd)
     except BaseException:
+        sink.drop()
         with contextlib.suppress(OSError):
             os.close(fd)
         raise

@@ -1,20 +1,17 @@
 """The metrics record of a run: a CSV that grows by rows and is cut back at a resume.
 
-Knows rows, columns and the steps they belong to; knows no checkpoints, no jax and no
-plotting library. How bytes get to the disk is ``_directories``' business.
+Knows when rows are written and made durable; knows no checkpoints, no jax and no
+plotting library. What a row looks like is ``_metrics_rows``' business, how bytes get to
+the disk ``_directories``'.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-import re
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ajaxckpt._directories import (
     append_bytes,
@@ -29,15 +26,21 @@ from ajaxckpt._errors import (
     InvalidArgumentError,
     NotACheckpointError,
 )
+from ajaxckpt._metrics_rows import (
+    KEY_COLUMNS,
+    Row,
+    Value,
+    check_names,
+    check_owner,
+    check_text,
+    choose_rows,
+    decode_record,
+    encode_record,
+    encode_row,
+    plain_values,
+)
 from ajaxckpt._paths import is_missing, open_file, read_into, resolve_path
-from ajaxckpt._plain import MAX_STEP, plain_metrics, plain_step, read_json
-
-KEY_COLUMNS = ("run_id", "step")
-MAX_NAME = 1_000  # csv readers give up on fields of more than 131,072 characters
-_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
-_INTEGER = re.compile(r"-?[0-9]+")
-
-Value = None | bool | int | float
+from ajaxckpt._plain import MAX_STEP, plain_step
 
 
 @runtime_checkable
@@ -83,147 +86,6 @@ def _naming(path: str, act: str) -> Generator[None]:
     except CheckpointError as error:
         error.path, error.act = path, act
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    run_id: str
-    step: int
-    values: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A file's metrics and its lines; None for a line that is no whole row."""
-
-    names: tuple[str, ...]
-    rows: tuple[_Row | None, ...]
-
-
-def _encode_value(value: Value) -> str:
-    return "" if value is None else repr(value)
-
-
-def _decode_value(cell: str) -> Value:
-    """Return what a cell says.
-
-    Raises:
-        ValueError: it says no number.
-    """
-    if cell == "":
-        return None
-    if cell in ("True", "False"):
-        return cell == "True"
-    return int(cell) if _INTEGER.fullmatch(cell) else float(cell)
-
-
-def _encode_cells(cells: Sequence[str]) -> bytes:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue().encode()
-
-
-def _decode_cells(line: bytes) -> list[str]:
-    """Return the cells of a line, none for one that is not CSV."""
-    none: list[str] = []
-    try:
-        return next(csv.reader([line.decode()], strict=True), none)
-    except (UnicodeDecodeError, csv.Error):
-        return []
-
-
-def _encode_row(row: _Row, width: int) -> bytes:
-    blanks = [""] * (width - len(row.values))
-    cells = [row.run_id, str(row.step), *map(_encode_value, row.values), *blanks]
-    return _encode_cells(cells)
-
-
-def _decode_row(line: bytes, width: int) -> _Row | None:
-    cells = _decode_cells(line)
-    if len(cells) != len(KEY_COLUMNS) + width or not _STEP.fullmatch(cells[1]):
-        return None
-    try:
-        return _Row(cells[0], int(cells[1]), tuple(map(_decode_value, cells[2:])))
-    except ValueError:
-        return None
-
-
-def _encode_record(names: Sequence[str], rows: Sequence[_Row]) -> bytes:
-    head = _encode_cells([*KEY_COLUMNS, *names])
-    return head + b"".join(_encode_row(row, len(names)) for row in rows)
-
-
-def _decode_record(data: bytes) -> _Record:
-    """Parse a record; of a torn last line, only what stands before it.
-
-    Raises:
-        InvalidArgumentError: the first line is not that of a record.
-    """
-    # what follows the last newline is torn even where it reads well: 0.1 of 0.125
-    lines = data.split(b"\n")[:-1]
-    if not data:
-        return _Record((), ())
-    head = _decode_cells(lines[0]) if lines else []
-    names = tuple(head[len(KEY_COLUMNS) :])
-    if tuple(head[: len(KEY_COLUMNS)]) != KEY_COLUMNS or len(set(head)) != len(head):
-        hint = "give another path, or move the file away"
-        problem = "no metrics record: its first line is not run_id,step and metrics"
-        raise InvalidArgumentError(problem, hint=hint)
-    return _Record(names, tuple(_decode_row(line, len(names)) for line in lines[1:]))
-
-
-def _choose_rows(record: _Record, last_step: int) -> list[_Row]:
-    """Return the rows up to a step, without the tail that a kill may have torn.
-
-    Raises:
-        InvalidArgumentError: a row worth keeping follows a line that is no row.
-    """
-    chosen: list[_Row] = []
-    bad_line = 0
-    for line, row in enumerate(record.rows, start=2):
-        if row is None:
-            bad_line = bad_line or line
-        elif row.step <= last_step:
-            if bad_line:
-                hint = f"mend or delete line {bad_line}, or move the file away"
-                problem = f"line {bad_line} is no row of this record, but others follow"
-                raise InvalidArgumentError(problem, hint=hint)
-            chosen.append(row)
-    return chosen
-
-
-def _check_owner(record: _Record, run_id: str) -> None:
-    for row in record.rows:
-        if row is not None and row.run_id != run_id:
-            problem = f"its rows are of the run {row.run_id!r}, not of {run_id!r}"
-            hint = "give each run a record of its own, or move the file away"
-            raise InvalidArgumentError(problem, hint=hint)
-
-
-def _check_text(text: object, what: str) -> None:
-    """Refuse what would not be one cell in one line of UTF-8.
-
-    Raises:
-        InvalidArgumentError: empty, too long, hidden characters, or no str at all.
-    """
-    if isinstance(text, str) and text.isprintable() and 0 < len(text) <= MAX_NAME:
-        return
-    problem = f"{what} {text!r:.80} cannot stand in a line of a CSV"
-    hint = f"use 1 to {MAX_NAME:,} visible characters"
-    raise InvalidArgumentError(problem, hint=hint)
-
-
-def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        _check_text(name, "the metric")
-        if name in KEY_COLUMNS:
-            problem = f"the metric {name!r} has the name of a column of its own"
-            raise InvalidArgumentError(problem, hint="give the metric another name")
-
-
-def _plain_values(metrics: Mapping[str, object]) -> dict[str, Value]:
-    plain = plain_metrics(metrics)
-    return {name: cast("Value", read_json(value)) for name, value in plain.items()}
 
 
 def _read_bytes(path: str) -> bytes | None:
@@ -274,11 +136,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, str | Value]]:
         if (data := _read_bytes(where)) is None:
             hint = "check the path; the first row that is logged creates the file"
             raise CheckpointNotFoundError("no such file", hint=hint)
-        record = _decode_record(data)
+        record = decode_record(data)
         keys = (*KEY_COLUMNS, *record.names)
         return [
             dict(zip(keys, (row.run_id, row.step, *row.values), strict=True))
-            for row in _choose_rows(record, MAX_STEP)
+            for row in choose_rows(record, MAX_STEP)
         ]
 
 
@@ -346,14 +208,14 @@ class MetricsLog:
         """
         with self._lock, _naming(self._path, "cannot continue the log"):
             self._end()
-            _check_text(run_id, "the run id")
+            check_text(run_id, "the run id")
             number = plain_step(step)
             data = _read_bytes(self._path)
-            record = _decode_record(data or b"")
-            _check_owner(record, run_id)
-            rows = _choose_rows(record, -1 if number is None else number)
+            record = decode_record(data or b"")
+            check_owner(record, run_id)
+            rows = choose_rows(record, -1 if number is None else number)
             names = record.names if rows else ()
-            content = _encode_record(names, rows)
+            content = encode_record(names, rows)
             if data is not None and data != content:
                 replace_file(self._path, content)
             self._run_id, self._names, self._count = run_id, names, len(rows)
@@ -379,15 +241,15 @@ class MetricsLog:
                 hint = "call resume(run_id, step) first; a run's restore_or_init does"
                 raise InvalidArgumentError("the log is not open", hint=hint)
             number = self._check_step(step)
-            values = _plain_values(metrics)
+            values = plain_values(metrics)
             new = tuple(name for name in values if name not in self._names)
-            _check_names(new)
+            check_names(new)
             names = self._names + new
-            row = _Row(self._run_id, number, tuple(map(values.get, names)))
+            row = Row(self._run_id, number, tuple(map(values.get, names)))
             if new or (fd := self._open()) is None:
                 self._rewrite(names, [row])
             else:
-                self._write(fd, _encode_row(row, len(names)))
+                self._write(fd, encode_row(row, len(names)))
             self._names, self._last_step = names, number
             self._count += 1
 
@@ -414,18 +276,18 @@ class MetricsLog:
         append_bytes(fd, line)
         self._whole = True
 
-    def _rewrite(self, names: tuple[str, ...], rows: Sequence[_Row] = ()) -> None:
+    def _rewrite(self, names: tuple[str, ...], rows: Sequence[Row] = ()) -> None:
         """Replace the file by its rows and further ones, with all columns."""
         self._drop_descriptor()  # it is of the file that goes
         self._whole = False
-        record = _decode_record(_read_bytes(self._path) or b"")
+        record = decode_record(_read_bytes(self._path) or b"")
         # a rewrite that failed may have left a row and columns that count for nothing
         kept = [
-            _Row(row.run_id, row.step, row.values[: len(self._names)])
+            Row(row.run_id, row.step, row.values[: len(self._names)])
             for row in record.rows[: self._count]
             if row is not None
         ]
-        replace_file(self._path, _encode_record(names, [*kept, *rows]))
+        replace_file(self._path, encode_record(names, [*kept, *rows]))
         self._whole = self._durable = True
 
     def sync(self) -> None:

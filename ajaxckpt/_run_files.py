@@ -76,19 +76,27 @@ class RunFiles:
         """Return the ids of the runs whose files lie in the directory, sorted."""
         return sorted({e.run_id for e in self._read_all() if e.run_id})
 
-    def adopt(self) -> str:
-        """Return the run the directory holds; a new id where it holds none."""
-        self.run_id = self.find_run() or secrets.token_hex(8)
+    def adopt(self, begun: str | None = None) -> str:
+        """Settle which run this is: the one that is there, else one begun, else new.
+
+        Args:
+            begun: the id of a run that was begun here and has no checkpoint yet.
+        """
+        self.run_id = self.find_run() or begun or secrets.token_hex(8)
         return self.run_id
 
     def path_of(self, step: int) -> str:
         """Return where a step is, or would be saved."""
         entry = self.find(step)
-        return self.path_for(step) if entry is None else entry.path
+        return self.path_for(step, None) if entry is None else entry.path
 
-    def path_for(self, step: int) -> str:
-        """Return where a step would be saved: never onto another run's file."""
-        entry = self.find(step)
+    def path_for(self, step: int, entry: RunEntry | None) -> str:
+        """Return where a step would be saved: never onto another run's file.
+
+        Args:
+            step: the step.
+            entry: what the run has of it, as ``find`` says.
+        """
         if entry is not None and entry.is_named and entry.run_id == self.run_id:
             return entry.path
         return os.path.join(self.directory, format_name(step, self._given))
@@ -156,6 +164,15 @@ class RunFiles:
             return describe_problem(error)
         self._verdicts[entry.path] = (signature, problem)
         return problem
+
+    def read_back(self, path: str) -> None:
+        """Read a file that was just written.
+
+        Raises:
+            DamagedCheckpointError: its bytes are not those written.
+        """
+        verify_checkpoint(path)
+        self._verdicts[path] = (read_signature(path), "")
 
     def condemn(self, entry: RunEntry, error: Exception) -> str:
         """Remember that a file proved damaged when it was read; return why."""
@@ -266,9 +283,9 @@ class RunFiles:
         later = [entry for entry in self._own_entries() if entry.step > step]
         aside: list[str] = []
         for entry in sorted(later, key=lambda e: -e.step):
-            aside.append(set_aside(entry.path, ABANDONED))
-            if entry.pinned:
+            if entry.pinned:  # first: a pin without its file would pin another
                 set_aside(entry.path + PIN, ABANDONED)
+            aside.append(set_aside(entry.path, ABANDONED))
         return tuple(aside)
 
     def _read_all(self) -> list[RunEntry]:
@@ -276,6 +293,8 @@ class RunFiles:
         known = self._entries  # another thread may put a new one in its place
         found = {path: _read(path, known) for path in list_directory(self.directory)}
         self._entries = found
+        verdicts = list(self._verdicts.items())
+        self._verdicts = {path: item for path, item in verdicts if path in found}
         return [entry for _, entry in found.values() if entry is not None]
 
 

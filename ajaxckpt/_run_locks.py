@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
 
-from ajaxckpt._directories import LockHeldError, close_descriptor, hold_lock
+from ajaxckpt._directories import (
+    LockHeldError,
+    close_descriptor,
+    hold_lock,
+    sign_lock,
+)
 from ajaxckpt._errors import RunLockedError
 from ajaxckpt._listing import list_directory
 from ajaxckpt._run_files import RunFiles
 
+_BEGUN = re.compile(r"^run ([A-Za-z0-9_-]{1,64})$", re.MULTILINE)
 UNLOCKED = (
     "this file system knows no locks: nothing keeps another process from writing the "
     "same run"
@@ -56,29 +63,42 @@ class RunLock:
             RunLockedError: another live process has it.
             InvalidArgumentError: several runs share the directory; say which.
         """
+        list_directory(self._files.directory)  # a file there is refused by name
         try:
-            list_directory(self._files.directory)  # a file there is refused by name
-            # first: two processes that begin in an empty directory are one run's
-            known = self._given_id is not None or self._hold(None)
-            known = self._hold(self._files.adopt()) and known
+            return () if self._take() else (UNLOCKED,)
         except BaseException:
             self.release()
             raise
-        return () if known else (UNLOCKED,)
+
+    def _take(self) -> bool:
+        """Take the locks; return whether the file system knows any."""
+        owner, known = describe_process(), True
+        if self._given_id is not None:
+            self._files.adopt()
+        else:
+            # first: two processes that begin in an empty directory are one run's.
+            # The id is kept there too: a kill before the first save is no new run
+            fd, known, before = self._hold(None)
+            begun = _BEGUN.search(before)
+            run_id = self._files.adopt(begun[1] if begun else None)
+            sign_lock(fd, f"{owner}\nrun {run_id}\n")
+        fd, also, _ = self._hold(self._files.run_id)
+        sign_lock(fd, f"{owner}\n")
+        return known and also
 
     def release(self) -> None:
         """Give it back; a forked child gives back its share of the parent's."""
         while self._held:
             close_descriptor(self._held.pop())
 
-    def _hold(self, run_id: str | None) -> bool:
+    def _hold(self, run_id: str | None) -> tuple[int, bool, str]:
         path = lock_path(self._files.directory, run_id)
         try:
-            fd, known = hold_lock(path, describe_process())
+            found = hold_lock(path)
         except LockHeldError as error:
             raise RunLockedError(
                 f"the run is being written by {error}",
                 hint="wait for it, stop it, or open another run with run_id=",
             ) from None
-        self._held.append(fd)
-        return known
+        self._held.append(found[0])
+        return found

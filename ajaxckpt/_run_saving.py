@@ -18,12 +18,14 @@ from ajaxckpt._background import Clock, Worker, try_again
 from ajaxckpt._directories import set_aside
 from ajaxckpt._errors import (
     BackgroundSaveError,
+    CheckpointError,
     DamagedCheckpointError,
     NotACheckpointError,
 )
-from ajaxckpt._listing import describe_problem, read_entry
+from ajaxckpt._listing import describe_problem
 from ajaxckpt._metadata import Metadata
 from ajaxckpt._progress import show_progress
+from ajaxckpt._reader import Checkpoint
 from ajaxckpt._retention import KeepPolicy
 from ajaxckpt._run_files import RunFiles
 from ajaxckpt._snapshot import Snapshot
@@ -165,29 +167,47 @@ class RunSaver:
 
         def write() -> None:
             self._before()
+            self._clear_place(order)
             self._write(order)
+            self._read_back(order)
 
         try_again(write, self._retries, tell, self._clock)
-        entry = read_entry(order.path)
-        gone = "the file is gone"
-        if problem := gone if entry is None else self._files.verdict(entry):
-            raise DamagedCheckpointError(
-                f"what was written does not read back: {problem}",
-                path=order.path,
-                hint="check the disk; the earlier checkpoints were kept",
-            )
         self.last_id, self.last_failed = order.metadata.checkpoint_id, None
 
-    def _write(self, order: Order) -> None:
-        if order.displaces and os.path.lexists(order.path):
+    def _clear_place(self, order: Order) -> None:
+        """Set aside what lies in the way and is no damaged file of this step.
+
+        What cannot be read may be whole; what an earlier try wrote is written over.
+        """
+        if not os.path.lexists(order.path):
+            return
+        try:
+            with Checkpoint(order.path) as there:
+                own = there.checkpoint_id == order.metadata.checkpoint_id
+                is_strange = order.displaces and not own
+        except DamagedCheckpointError:
+            is_strange = order.displaces
+        except (CheckpointError, PermissionError):
+            is_strange = True
+        if is_strange:
             self._set_aside(order)
+
+    def _write(self, order: Order) -> None:
         try:
             self._write_over(order)
-        except (NotACheckpointError, PermissionError, IsADirectoryError):
-            if not os.path.lexists(order.path):
-                raise
-            self._set_aside(order)  # what cannot be read may be whole
+        except NotACheckpointError:  # damaged where it says that it is ours
+            self._set_aside(order)
             self._write_over(order)
+
+    def _read_back(self, order: Order) -> None:
+        try:
+            self._files.read_back(order.path)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"what was written does not read back: {describe_problem(error)}",
+                path=order.path,
+                hint="check the disk; the earlier checkpoints were kept",
+            ) from error
 
     def _set_aside(self, order: Order) -> None:
         aside = set_aside(order.path, _ASIDE)

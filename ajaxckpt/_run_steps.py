@@ -26,6 +26,7 @@ from ajaxckpt._errors import (
     StepExistsError,
     UnsupportedLeafError,
 )
+from ajaxckpt._listing import RunEntry
 from ajaxckpt._measuring import (
     Best,
     Measured,
@@ -223,7 +224,8 @@ class RunSteps:
         if held.metadata.step is None or self._is_saved(held.metadata.step):
             held.snapshot.release()
             return
-        self._order(held.snapshot, held.metadata)
+        there = self._files.find(held.metadata.step)
+        self._order(held.snapshot, held.metadata, there)
 
     def _see(self, state: Any, step: Any, metrics: Measured) -> int:
         """Remember a step, after checking its number and its place in the run."""
@@ -340,7 +342,8 @@ class RunSteps:
         taken = self._clock.monotonic()
         nbytes = snapshot.nbytes
         try:
-            is_there = self._is_there(snapshot, metadata)
+            existing = self._files.find(step)
+            is_there = self._is_there(existing, snapshot, metadata)
         except BaseException:
             snapshot.release()
             raise
@@ -348,24 +351,26 @@ class RunSteps:
         if is_there:
             snapshot.release()
         else:
-            self._order(snapshot, metadata)
+            self._order(snapshot, metadata, existing)
+        own = self._files.path_for(step, existing)
         return StepReport(
             step=step,
             saved=not is_there,
             reasons=reasons,
-            path=self._files.path_of(step),
+            path=existing.path if is_there and existing else own,
             waited_seconds=waited - start,
             snapshot_seconds=taken - waited,
             snapshot_bytes=nbytes,
         )
 
-    def _is_there(self, snapshot: Snapshot, metadata: Metadata) -> bool:
+    def _is_there(
+        self, existing: RunEntry | None, snapshot: Snapshot, metadata: Metadata
+    ) -> bool:
         """Tell whether a step is saved already, with the same content.
 
         Raises:
             StepExistsError: with another content.
         """
-        existing = self._files.find(metadata.step or 0)
         if existing is None or self._files.verdict(existing):
             return False
         digest = digest_data(snapshot.data)
@@ -379,9 +384,11 @@ class RunSteps:
         new = dict(metadata.metrics)
         return not new or new == dict(plain_metrics(existing.metrics))
 
-    def _order(self, snapshot: Snapshot, metadata: Metadata) -> None:
+    def _order(
+        self, snapshot: Snapshot, metadata: Metadata, there: RunEntry | None
+    ) -> None:
         step = metadata.step or 0
-        path, there = self._files.path_for(step), self._files.find(step)
+        path = self._files.path_for(step, there)
         strange = there is None or there.path != path or os.path.islink(path)
         before = self._newest, self._last_step, self._last_seconds
         self._newest = self._last_step = step

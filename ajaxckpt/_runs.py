@@ -393,6 +393,10 @@ class Run:
         self._saver.worker.wait()
         self._saver.raise_failure()
 
+    def _settle(self) -> None:
+        """Let what this process accepted be on the disk before the disk is asked."""
+        self._saver.worker.wait()
+
     @property
     def failures(self) -> tuple[BackgroundSaveError, ...]:
         """The saves that failed, oldest first; each names its step and cause."""
@@ -474,7 +478,7 @@ class Run:
             LayoutMismatchError: the newest does not fit the skeleton.
         """
         self._require_open()
-        self._saver.worker.wait()
+        self._settle()
         with error_context(self.directory, "cannot restore"):
             found = self._restorer.restore_or_init(
                 start, keep=keep, ignore=ignore, resize=resize
@@ -508,6 +512,7 @@ class Run:
             DamagedCheckpointError: it is damaged, or all are.
             LayoutMismatchError: it does not fit the skeleton.
         """
+        self._settle()
         with error_context(self.directory, "cannot restore"):
             return self._restorer.restore(
                 self._files.entries()[::-1]
@@ -531,6 +536,7 @@ class Run:
         resize: Patterns = (),
     ) -> Restored:
         """Restore the best checkpoint that is whole; see ``best`` and ``restore``."""
+        self._settle()
         with error_context(self.directory, "cannot restore"):
             return self._restorer.restore(
                 self._rank(metric, mode),
@@ -562,6 +568,7 @@ class Run:
         Raises:
             DamagedCheckpointError: there are some, and none is whole.
         """
+        self._settle()
         with error_context(self.directory, "cannot find the newest"):
             return self._files.newest()
 
@@ -577,6 +584,7 @@ class Run:
         Returns:
             None where no checkpoint has a finite value of the metric.
         """
+        self._settle()
         with error_context(self.directory, "cannot find the best"):
             return next(self._files.iter_whole(self._rank(metric, mode)), None)
 
@@ -593,6 +601,7 @@ class Run:
 
     def list(self) -> tuple[RunEntry, ...]:
         """Return the run's checkpoints by step, the damaged ones included."""
+        self._settle()
         with error_context(self.directory, "cannot list the run"):
             return tuple(self._files.entries())
 
@@ -603,11 +612,13 @@ class Run:
 
     def pin(self, step: int) -> None:
         """Keep a checkpoint whatever the policies say."""
+        self._settle()
         with error_context(self.directory, "cannot pin"):
             self._files.pin(step)
 
     def unpin(self, step: int) -> None:
         """Leave a pinned checkpoint to the policies again."""
+        self._settle()
         with error_context(self.directory, "cannot unpin"):
             self._files.unpin(step)
 
@@ -629,7 +640,7 @@ class Run:
         if not dry_run:
             self._require_open()
         with error_context(self.directory, "cannot prune"):
-            self._saver.worker.wait()
+            self._settle()
             chosen = self._policies.keep
             if keep is not None:
                 chosen = refuse_other(keep, KeepPolicy, "keep")
@@ -652,7 +663,7 @@ class Run:
         """
         self._require_open()
         with error_context(self.directory, "cannot roll back"):
-            self._saver.worker.wait()
+            self._settle()
             aside = self._files.abandon_after(step)
             entry = self._files.require(step)
             self._resume_logs(entry.step)

@@ -6,8 +6,8 @@ Knows the errors; prints nothing.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ajaxckpt._errors import (
     CheckpointError,
@@ -18,6 +18,7 @@ from ajaxckpt._errors import (
     MigrationError,
     NewerFormatError,
     NotACheckpointError,
+    RunLockedError,
 )
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ _STATUS_OF = (
     (NotACheckpointError, FOREIGN),
     (LayoutMismatchError, "does not fit"),
     (MigrationError, "cannot migrate"),
+    (RunLockedError, "locked"),
     (InvalidArgumentError, "usage"),
 )
 
@@ -44,6 +46,12 @@ class Session(Protocol):
 
     def say(self, line: str) -> None:
         """Show a line of the result, where that is text."""
+        ...
+
+    def refresh(
+        self, lines: Sequence[str], errors: list[dict[str, str]], body: dict[str, Any]
+    ) -> None:
+        """Show a result that replaces the one before: lines, or one line of JSON."""
         ...
 
     def find(self) -> None:

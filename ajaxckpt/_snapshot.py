@@ -76,6 +76,11 @@ class Snapshot:
         self._buffers.clear()
         self._sources.clear()
 
+    def discard(self) -> None:
+        """Give the memory back, that of the buffers too."""
+        self.release()
+        self._arena.clear()
+
 
 def take_snapshot(data: StateData, arena: Arena) -> Snapshot:
     """Copy what others could still change, leaf by leaf."""

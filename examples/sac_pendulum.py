@@ -1,14 +1,17 @@
 """SAC on Pendulum-v1 in pure JAX, killed and resumed as often as you like.
 
-    python examples/sac_pendulum.py --path runs/sac_pendulum/latest.safetensors
+    python examples/sac_pendulum.py --run runs/sac_pendulum
+    python examples/sac_pendulum.py --resume runs/sac_pendulum total_timesteps=20000
 
 The whole training state is one pytree, so one file holds the run. Training goes in
 chunks with a checkpoint after each; start the same command again after a kill and it
 ends bit for bit where the run that never stopped ends: the last line, the digest of
-the final state, is the same.
+the final state, is the same, and so is the curve in metrics.csv. SIGTERM and Ctrl-C
+end it after the current chunk, with a checkpoint and an exit code that asks to be
+started again (examples/requeue.py does).
 
-Three calls do that work, all in `main`: `checkpoint_exists`, `restore_into`,
-`save_checkpoint`. Everything above is an ordinary agent that knows nothing of files.
+All that is in `train_run`: open a run, restore or start, report each step, leave.
+Everything above it is an ordinary agent that knows nothing of files.
 
 The algorithm is Soft Actor-Critic with twin critics and automatic temperature
 (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905).
@@ -16,11 +19,12 @@ The algorithm is Soft Actor-Critic with twin critics and automatic temperature
 
 import argparse
 import functools
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import flashbax
 import flax.linen as nn
@@ -32,12 +36,21 @@ import optax
 from flax.training.train_state import TrainState
 
 from ajaxckpt import (
-    checkpoint_exists,
-    open_checkpoint,
-    restore_into,
-    save_checkpoint,
+    InvalidArgumentError,
+    KeepLast,
+    MetricsLog,
+    Restored,
+    Run,
+    SaveEvery,
+    StepReport,
+    describe_differences,
+    resume_config,
     state_digest,
 )
+
+START_AGAIN = 75  # the exit code after a request to stop: EX_TEMPFAIL
+
+say = functools.partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +390,7 @@ def train(
         config: The run.
         n_timesteps: Environment steps per seed. With 0 the result is the fresh state:
             the skeleton that a checkpoint is restored into.
-        initial_state: Where to go on from. It is donated: save it before, not after.
+        initial_state: Where to go on from. It is donated: report it before, not after.
 
     Returns:
         The state after the last step, computed (not merely dispatched).
@@ -435,13 +448,93 @@ def evaluate_episode(
 # -------------------------------------------------------------------- the run
 
 
+def train_run(config: Config, directory: str, chunk: int) -> SACState:
+    """Train up to the total in chunks, from wherever the run has got to.
+
+    Raises:
+        SystemExit: the run was asked to stop, and has saved where it stopped.
+    """
+    with Run(
+        directory,
+        save=SaveEvery(steps=chunk),
+        keep=KeepLast(3),
+        config=config,
+        logs=[MetricsLog(os.path.join(directory, "metrics.csv"))],
+        exit_code=START_AGAIN,
+    ) as run:
+        start = run.restore_or_init(lambda: train(config, n_timesteps=0))
+        tell_start(start, directory)
+        state = start.state
+        while (left := config.total_timesteps - int(state.step[0])) > 0:
+            began = time.perf_counter()
+            state = train(config, min(chunk, left), initial_state=state)
+            rate = min(chunk, left) / (time.perf_counter() - began)
+            metrics = measure(state)
+            run.log(state.step, metrics)  # before the save, so that no row is missing
+            report = run.step(state, step=state.step, metrics=metrics)
+            tell_step(config, state, metrics, rate, report)
+            if run.stop_requested:
+                say(f"stopped by {run.stop_signal}: start the same command again")
+                break
+    return state
+
+
+def measure(state: SACState) -> dict[str, float]:
+    """Return the means over all seeds that are recorded."""
+    return {
+        "return": float(jnp.nanmean(state.recent_returns)),
+        "critic_loss": float(state.critic_loss.mean()),
+        "alpha": float(alpha(state).mean()),
+    }
+
+
+def tell_start(start: Restored, directory: str) -> None:
+    """Print where the run begins, and what is worth knowing about that."""
+    for note in start.notes:
+        say(f"note: {note}")
+    if start.restored:
+        say(f"resuming at step {start.step} from {start.path}")
+    else:
+        say(f"starting: no checkpoint in {directory}")
+
+
+def tell_step(
+    config: Config,
+    state: SACState,
+    metrics: Mapping[str, float],
+    rate: float,
+    report: StepReport,
+) -> None:
+    """Print one line about a chunk."""
+    say(
+        f"step {report.step:6d}/{config.total_timesteps}  {rate:5.0f} steps/s"
+        f"  return {show(jnp.nanmean(state.recent_returns, axis=1))}"
+        f"  critic loss {metrics['critic_loss']:.3f}  alpha {metrics['alpha']:.3f}"
+        f"  held up {report.waited_seconds + report.snapshot_seconds:.3f} s by saving"
+    )
+
+
+def show(returns: jax.Array) -> str:
+    """Render one return per seed."""
+    return " ".join(f"{value:7.1f}" for value in returns.tolist())
+
+
+# --------------------------------------------------------------- command line
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train SAC on Pendulum-v1, resumably.")
-    parser.add_argument("--path", default="runs/sac_pendulum/latest.safetensors")
+    parser.add_argument("--run", metavar="DIR", default="runs/sac_pendulum")
+    parser.add_argument(
+        "--resume",
+        nargs="+",
+        metavar=("DIR", "key=value"),
+        help="go on with the config saved there, changed as said",
+    )
     parser.add_argument("--total-timesteps", type=int, default=Config.total_timesteps)
-    parser.add_argument("--chunk", type=int, default=1_000, help="steps between saves")
     parser.add_argument("--seeds", type=int, nargs="+", default=Config.seeds)
+    parser.add_argument("--chunk", type=int, default=1_000, help="steps between saves")
     parser.add_argument("--eval-episodes", type=int, default=10)
     args = parser.parse_args(argv)
     if min(args.chunk, args.eval_episodes) < 1:
@@ -449,20 +542,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def start_or_resume(config: Config, path: str) -> SACState:
-    """Return the state saved at path, or the fresh state where nothing is saved."""
-    skeleton = train(config, n_timesteps=0)
-    if not checkpoint_exists(path):
-        print(f"starting: no checkpoint at {path}", flush=True)
-        return skeleton
-    with open_checkpoint(path) as checkpoint:
-        changes = describe_changes(checkpoint.config or {}, config)
-    if changes:
-        print(f"refused: {path} is of another run: {changes}", file=sys.stderr)
-        raise SystemExit(2)
-    state = restore_into(skeleton, path)
-    print(f"resuming at step {state.step[0]} from {path}", flush=True)
-    return state
+def choose_config(args: argparse.Namespace) -> tuple[str, Config]:
+    """Return the run's directory, and the config to go on with.
+
+    Raises:
+        SystemExit: the directory is of another config, or an override is refused.
+    """
+    if args.resume:
+        directory, *overrides = args.resume
+        return directory, override_config(directory, overrides)
+    config = Config(seeds=tuple(args.seeds), total_timesteps=args.total_timesteps)
+    saved = Run(args.run).config
+    if saved is not None and (changes := describe_changes(saved, config)):
+        refuse(f"{args.run} is of another run: {changes}; or say --resume {args.run}")
+    return args.run, config
+
+
+def override_config(directory: str, overrides: Sequence[str]) -> Config:
+    """Return a run's saved config with overrides, and print what they change."""
+    try:
+        config, differences = resume_config(Run(directory).config, overrides)
+        changed = config_from(config)
+    except (InvalidArgumentError, TypeError) as error:
+        refuse(str(error))
+    for line in describe_differences(differences):
+        say(f"overridden: {line}")
+    return changed
 
 
 def describe_changes(saved: Mapping[str, Any], config: Config) -> str:
@@ -476,51 +581,17 @@ def describe_changes(saved: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def train_and_save(config: Config, state: SACState, n: int, path: str) -> SACState:
-    """Train a chunk of n steps, save it, print one line about it."""
-    start = time.perf_counter()
-    state = train(config, n, state)
-    trained = time.perf_counter()
-    returns = jnp.nanmean(state.recent_returns, axis=1)
-    metrics = {
-        "return": float(returns.mean()),
-        "critic_loss": float(state.critic_loss.mean()),
-        "alpha": float(alpha(state).mean()),
-    }
-    save_checkpoint(state, path, step=state.step, metrics=metrics, config=config)
-    print(
-        f"step {state.step[0]:6d}/{config.total_timesteps}"
-        f"  {n / (trained - start):5.0f} steps/s"
-        f"  return {show(returns)}"
-        f"  critic loss {metrics['critic_loss']:.3f}  alpha {metrics['alpha']:.3f}"
-        f"  saved in {time.perf_counter() - trained:.3f} s",
-        flush=True,
-    )
-    return state
-
-
-def show(returns: jax.Array) -> str:
-    """Render one return per seed."""
-    return " ".join(f"{value:7.1f}" for value in returns.tolist())
-
-
-def run(config: Config, path: str, chunk: int) -> SACState:
-    """Train up to the total in chunks, from wherever the last run got to."""
-    state = start_or_resume(config, path)
-    while (left := config.total_timesteps - int(state.step[0])) > 0:
-        state = train_and_save(config, state, min(chunk, left), path)
-    return state
+def refuse(why: str) -> NoReturn:
+    """Say why nothing is done, and leave."""
+    print(f"refused: {why}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, evaluate and print the digest of the final state."""
     args = parse_args(argv)
-    config = Config(seeds=tuple(args.seeds), total_timesteps=args.total_timesteps)
-    try:
-        state = run(config, args.path, args.chunk)
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint")
-        return 130
+    directory, config = choose_config(args)
+    state = train_run(config, directory, args.chunk)
     returns = evaluate(config, state.actor.params, state.normaliser, args.eval_episodes)
     print(f"mean return of {args.eval_episodes} evaluation episodes: {show(returns)}")
     print(f"digest: {state_digest(state)}")

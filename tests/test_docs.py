@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import ajaxckpt
-from ajaxckpt import save_checkpoint
+from ajaxckpt import save_checkpoint, state_digest
 from ajaxckpt._cli import main
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._layout import LeafSpec
@@ -61,6 +61,28 @@ def test_the_example_in_the_readme_runs_and_resumes(
             printed.append(out.getvalue())
     assert re.fullmatch(r"[0-9a-f]{32}\n", printed[0])
     assert printed[0] == printed[1]
+
+
+def test_the_run_in_the_readme_stops_and_goes_on(
+    in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    code = run_block().replace("250", "20").replace("1_000", "60")
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(code.replace("60", "30"), "README.md", "exec"), {})
+        assert [entry.step for entry in ajaxckpt.Run("runs/b").list()] == [20, 40]
+        names: dict[str, object] = {}
+        exec(compile(code, "README.md", "exec"), names)
+    assert [entry.step for entry in ajaxckpt.Run("runs/b").list()] == [40, 60]
+    state = names["state"]
+    restored = ajaxckpt.Run("runs/b").restore(state).state
+    assert state_digest(restored) == state_digest(state)
+
+
+def run_block() -> str:
+    section = README.split("## A run that survives preemption")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return block
 
 
 def test_the_error_in_the_readme_is_the_error(in_tmp_path: Path) -> None:
@@ -196,6 +218,7 @@ def test_links_between_documents_lead_somewhere() -> None:
         ROOT / "README.md",
         package / "FORMAT.md",
         package / "MIGRATIONS.md",
+        package / "RUNS.md",
     ):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), target

@@ -21,12 +21,15 @@ LAYERS = [
     ["_writer", "_leaf_file", "_reader"],
     ["_templates", "_drafts", "_scopes", "_verbs", "_moves", "_axes"],
     ["_entries", "_rules", "_migrations", "_applying"],
-    ["_opening", "_migrating", "_derived", "_notes", "_skeletons", "_checks"],
+    ["_opening", "_migrating", "_derived"],
+    ["_differences", "_notes", "_skeletons", "_checks"],
     ["_tables", "_progress", "_plan_table", "_suggestions", "_adoption"],
     ["_plan", "_collecting", "_checkpoint", "_copying"],
-    ["_retention", "_schedule", "_resume_config", "_host_rng", "_measuring"],
+    ["_retention", "_schedule", "_overrides", "_resume_config", "_host_rng"],
+    ["_measuring"],
     ["_signals", "_background", "_preflight", "_snapshot", "_background_saves"],
-    ["_listing", "_run_files", "_metrics_log", "_run_saving", "_run_restoring"],
+    ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
+    ["_run_saving", "_run_restoring"],
     ["_run_locks", "_run_steps", "_runs"],
 ]
 CLI = [
