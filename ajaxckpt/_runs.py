@@ -251,7 +251,7 @@ class Run:
             warnings.warn(
                 f"{self!r} is opened off the main thread: signals do not stop it",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _finish(self, error: BaseException | None) -> None:

@@ -126,7 +126,8 @@ class StopWatch:
     def _restore_handlers(self) -> None:
         """Put back what was there; a handler installed later is its owner's."""
         self._open = False
-        for number, earlier in self._earlier.items():
+        for number in self._earlier:
+            earlier = self._find_earlier(number)
             if signal.getsignal(number) == self._handle and earlier is not None:
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(number, earlier)
@@ -139,9 +140,18 @@ class StopWatch:
         if self._open and max(self._handled, self._arrived) > 1:
             raise KeyboardInterrupt(f"a second signal, {name_signal(number)}")
 
+    def _find_earlier(self, number: int) -> Any:
+        """Return the handler that was there before, past watches closed since."""
+        earlier = self._earlier.get(number, signal.SIG_DFL)
+        watch = getattr(earlier, "__self__", None)
+        while isinstance(watch, StopWatch) and not watch._open:
+            earlier = watch._earlier.get(number, signal.SIG_DFL)
+            watch = getattr(earlier, "__self__", None)
+        return earlier
+
     def _pass_on(self, number: int, frame: Any) -> None:
         """Call the earlier handler; closed, do what it would do without this one."""
-        earlier = self._earlier.get(number, signal.SIG_DFL)
+        earlier = self._find_earlier(number)
         if callable(earlier):
             if not (self._open and earlier is signal.default_int_handler):
                 earlier(number, frame)

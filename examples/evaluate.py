@@ -1,6 +1,6 @@
 """Evaluate a trained agent out of its checkpoint, knowing nothing but the file.
 
-    python examples/evaluate.py runs/sac_pendulum/latest.safetensors
+    python examples/evaluate.py runs/sac_pendulum/step-8000.safetensors
 
 The saved config rebuilds the agent's code; the skeleton says what the file must hold.
 Acting needs the actor's parameters and the normaliser, so only these are read: with

@@ -135,7 +135,7 @@ def check_transcript(block: str) -> None:
 
 
 def test_the_transcripts_in_the_readme_are_what_is_shown(in_tmp_path: Path) -> None:
-    sound, damaged, _ = blocks("console")
+    sound, damaged, _, _ = blocks("console")
     save_two()
     check_transcript(sound)
     path = in_tmp_path / "step-500.safetensors"
@@ -143,6 +143,21 @@ def test_the_transcripts_in_the_readme_are_what_is_shown(in_tmp_path: Path) -> N
     data[-100_000] ^= 1
     path.write_bytes(bytes(data))
     check_transcript(damaged)
+
+
+def test_the_transcript_of_a_run_is_what_is_shown(in_tmp_path: Path) -> None:
+    keep = [ajaxckpt.KeepLast(3), ajaxckpt.KeepBest("return", "max")]
+    scores = {1000: -900.0, 2000: -180.5, 3000: -300.0, 4000: None, 5000: -310.25}
+    with ajaxckpt.Run("runs/c", keep=keep, signals=()) as run:
+        for step, score in scores.items():
+            state = {"step": step, "w": jnp.zeros((256, 64))}
+            run.step(state, step=step, metrics={"return": score})
+        run.pin(3000)
+    path = Path(run.path(5000))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    check_transcript(blocks("console")[2])
 
 
 MY_AGENT = """
@@ -164,7 +179,7 @@ def test_the_transcript_of_a_plan_is_what_is_shown(
     monkeypatch.setattr(sys, "path", [str(in_tmp_path), *sys.path])
     state = {"Dense_0": {"w": jnp.ones((8, 4))}, "step": 400}
     save_checkpoint(state, "old.safetensors", step=400)
-    check_transcript(blocks("console")[2])
+    check_transcript(blocks("console")[3])
 
 
 def promises() -> list[tuple[str, str]]:
@@ -195,7 +210,8 @@ def package_modules() -> list[str]:
 
 
 @pytest.mark.parametrize("name", package_modules())
-def test_examples_in_docstrings_are_so(name: str, tmp_path: Path) -> None:
+def test_examples_in_docstrings_are_so(name: str, in_tmp_path: Path) -> None:
+    tmp_path = in_tmp_path
     path = str(tmp_path / "state.safetensors")
     save_checkpoint({"w": jnp.ones(3), "step": 7}, path, step=7)
     module = importlib.import_module(f"ajaxckpt.{name}")
