@@ -221,8 +221,17 @@ class Run:
         """
         if os.getpid() != self._process:
             return
-        self._watch.come_round(always=True)
         try:
+            self._leave(error)
+        except KeyboardInterrupt:  # of a second signal, maybe before all was closed
+            self._close()
+            if self._exit_code is None:
+                raise
+            raise SystemExit(self._exit_code) from None
+
+    def _leave(self, error: BaseException | None) -> None:
+        try:
+            self._watch.come_round(always=True)
             self._finish(error)
         except KeyboardInterrupt as second:
             if self._exit_code is None:
