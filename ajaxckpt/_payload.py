@@ -149,13 +149,20 @@ def scatter_box(parts: Sequence[Part], box: Index, raw: Array) -> None:
             part.data[meet[1]] = staged[meet[0]]
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocate an array that starts on a 64-byte boundary.
+def offset_of(array: Array) -> int:
+    """Return how far behind a 64-byte boundary an array starts."""
+    return array.__array_interface__["data"][0] % _ALIGNMENT
 
-    JAX takes such a buffer over without a copy on CPU; ``np.empty`` alone starts
-    on 16 bytes, and JAX copies.
+
+def aligned_empty(
+    shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
+) -> Array:
+    """Allocate an array that starts on a 64-byte boundary, or so far behind one.
+
+    JAX takes a buffer on the boundary over without a copy on CPU; ``np.empty`` alone
+    starts on 16 bytes, and JAX copies.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    start = -raw.__array_interface__["data"][0] % _ALIGNMENT
+    start = (offset - raw.__array_interface__["data"][0]) % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
