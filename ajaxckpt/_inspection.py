@@ -227,6 +227,8 @@ def _provenance_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     commit = str(provenance.pop("git_commit", ""))
     if provenance.pop("git_dirty", False):
         commit += " with uncommitted changes"
+    host = str(provenance.pop("host", ""))
     versions = ", ".join(f"{package} {text}" for package, text in provenance.items())
-    facts = [("written", written), ("commit", commit), ("versions", versions)]
+    facts = [("written", written), ("host", host), ("commit", commit)]
+    facts.append(("versions", versions))
     return [(label, escape(text)) for label, text in facts]

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from ajaxckpt._directories import (
@@ -283,7 +284,7 @@ class MetricsLog:
         record = decode_record(_read_bytes(self._path) or b"")
         # a rewrite that failed may have left a row and columns that count for nothing
         kept = [
-            Row(row.run_id, row.step, row.values[: len(self._names)])
+            replace(row, values=row.values[: len(self._names)])
             for row in record.rows[: self._count]
             if row is not None
         ]

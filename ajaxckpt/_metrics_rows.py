@@ -25,6 +25,8 @@ Value = None | bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """One line: a step of a run, and its values in the order of the columns."""
+
     run_id: str
     step: int
     values: tuple[Value, ...]
@@ -63,14 +65,14 @@ def _encode_cells(cells: Sequence[str]) -> bytes:
 
 def _decode_cells(line: bytes) -> list[str]:
     """Return the cells of a line, none for one that is not CSV."""
-    none: list[str] = []
     try:
-        return next(csv.reader([line.decode()], strict=True), none)
+        return [c for row in csv.reader([line.decode()], strict=True) for c in row]
     except (UnicodeDecodeError, csv.Error):
         return []
 
 
 def encode_row(row: Row, width: int) -> bytes:
+    """Return the line of a row, blank in the columns that it has no values for."""
     blanks = [""] * (width - len(row.values))
     cells = [row.run_id, str(row.step), *map(_encode_value, row.values), *blanks]
     return _encode_cells(cells)
@@ -87,6 +89,7 @@ def _decode_row(line: bytes, width: int) -> Row | None:
 
 
 def encode_record(names: Sequence[str], rows: Sequence[Row]) -> bytes:
+    """Return the bytes of a whole record."""
     head = _encode_cells([*KEY_COLUMNS, *names])
     return head + b"".join(encode_row(row, len(names)) for row in rows)
 
@@ -131,6 +134,11 @@ def choose_rows(record: Record, last_step: int) -> list[Row]:
 
 
 def check_owner(record: Record, run_id: str) -> None:
+    """Refuse the record of another run.
+
+    Raises:
+        InvalidArgumentError: a row is not of the run.
+    """
     for row in record.rows:
         if row is not None and row.run_id != run_id:
             problem = f"its rows are of the run {row.run_id!r}, not of {run_id!r}"
@@ -152,6 +160,11 @@ def check_text(text: object, what: str) -> None:
 
 
 def check_names(names: Sequence[str]) -> None:
+    """Refuse names that no column of metrics can have.
+
+    Raises:
+        InvalidArgumentError: no text for a cell, or the name of a key column.
+    """
     for name in names:
         check_text(name, "the metric")
         if name in KEY_COLUMNS:
@@ -160,5 +173,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def plain_values(metrics: Mapping[str, object]) -> dict[str, Value]:
+    """Return metrics as Python's numbers.
+
+    Raises:
+        InvalidArgumentError: a value is not a single number.
+    """
     plain = plain_metrics(metrics)
     return {name: cast("Value", read_json(value)) for name, value in plain.items()}

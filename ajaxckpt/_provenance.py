@@ -1,4 +1,4 @@
-"""When, with which versions, and from which commit a checkpoint was written.
+"""When, where, with which versions, and from which commit a checkpoint was written.
 
 Never arguments or environment: those hold secrets. Knows the process; knows nothing
 of states or files.
@@ -16,6 +16,7 @@ import sys
 from functools import cache
 
 from ajaxckpt import __version__
+from ajaxckpt._plain import plain_text
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 _GIT_SECONDS = 2.0
@@ -73,9 +74,11 @@ def _user_directory() -> str:
 
 
 def gather_provenance() -> dict[str, str | bool | None]:
-    """Return the time in UTC, package versions and the user's git commit."""
+    """Return the time in UTC, the host, package versions and the user's commit."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts: dict[str, str | bool | None] = {"time": now, **_versions()}
+    if host := plain_text(platform.node()):
+        facts["host"] = host
     with contextlib.suppress(OSError):  # the directory may be gone: still a save
         facts.update(_git_facts(_user_directory()))
     return facts

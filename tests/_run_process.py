@@ -15,6 +15,7 @@ import errno
 import faulthandler
 import gc
 import json
+import linecache
 import multiprocessing
 import os
 import select
@@ -671,10 +672,14 @@ class _LineTrace:
             return None
         if "_signals" in frame.f_code.co_filename:
             return None
+        if frame.f_code is Run.__exit__.__code__:
+            return None  # who is interrupted on the way in has not left the block
         if event == "line":
-            self.count += 1
+            # no handler runs between a lock and its with block, but a tracer would
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            self.count += not line.lstrip().startswith("with ")
             is_open = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-            if self.count == self._nth and is_open:
+            if self.count == self._nth and is_open and not self.place:
                 name = os.path.basename(frame.f_code.co_filename)
                 self.place = f"{name}:{frame.f_lineno}"
                 self._act()

@@ -98,6 +98,7 @@ FACTS = {
         "time": "2025-01-01T00:00:00+00:00",
         "python": "3.11.4",
         "ajaxckpt": "0.1.0",
+        "host": "node-7",
         "git_commit": "abc123",
         "git_dirty": True,
     },
@@ -166,6 +167,7 @@ id          {ZEROS}
 run         a-run
 parent      {"f" * 32}
 written     2025-01-01T00:00:00+00:00
+host        node-7
 commit      abc123 with uncommitted changes
 versions    python 3.11.4, ajaxckpt 0.1.0
 

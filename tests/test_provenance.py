@@ -1,6 +1,7 @@
 """Provenance tells where a checkpoint came from, and never costs one."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,9 @@ def test_versions_and_time_are_recorded_and_no_arguments(tmp_path: Path) -> None
     assert {"time", "python", "ajaxckpt", "jax", "jaxlib", "numpy"} <= set(found)
     assert set(found) <= {
         *("time", "python", "ajaxckpt", "jax", "jaxlib", "numpy", "flax", "optax"),
-        *("git_commit", "git_dirty"),
+        *("host", "git_commit", "git_dirty"),
     }
+    assert found["host"] == platform.node()
 
 
 def test_the_repositorys_configuration_runs_nothing(
