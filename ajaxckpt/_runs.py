@@ -6,13 +6,9 @@ all that is true of a run is read from its committed files.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
-import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -48,9 +44,9 @@ from ajaxckpt._run_files import RunFiles
 from ajaxckpt._run_locks import RunLock
 from ajaxckpt._run_restoring import Restored, Restorer
 from ajaxckpt._run_saving import RunSaver, StepReport
+from ajaxckpt._run_sessions import RunSession
 from ajaxckpt._run_steps import Policies, RunSteps
 from ajaxckpt._schedule import SaveEvery, SavePolicy, refuse_other
-from ajaxckpt._signals import StopWatch, exit_code_of, leave_now
 from ajaxckpt._writer import state_bytes
 
 _SIGNALS = tuple(
@@ -59,7 +55,6 @@ _SIGNALS = tuple(
     if hasattr(signal, name)
 )
 _GRACE_SECONDS = 20.0
-_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Run:
@@ -158,11 +153,7 @@ class Run:
                 problem = f"on_error: expected 'raise' or 'warn', found {on_error!r}"
                 raise InvalidArgumentError(problem, hint="pass one of the two")
             self._files = RunFiles(self.directory, check_run_id(run_id))
-        self._lock = RunLock(self._files, run_id)
-        self._logs = tuple(logs)
-        self._on_exit, self._exit_code = on_exit, exit_code
-        self._clock = clock
-        self._process = 0
+        self._clock, self._logs = clock, tuple(logs)
         self._saver = RunSaver(
             self._files,
             self._policies.keep,
@@ -177,9 +168,16 @@ class Run:
             self._files, self._registries, self._config, progress=progress
         )
         with error_context(self.directory, "cannot open the run"):
-            self._watch = StopWatch(signals, grace, self._save_late, self._leave_stuck)
-        self._grace = grace
-        self._steps = self._make_steps()
+            self._session = RunSession(
+                lock=RunLock(self._files, run_id),
+                saver=self._saver,
+                logs=self._logs,
+                make_steps=self._make_steps,
+                signals=signals,
+                grace=grace,
+                on_exit=on_exit,
+                exit_code=exit_code,
+            )
 
     def __repr__(self) -> str:
         """Show directory and id."""
@@ -194,20 +192,8 @@ class Run:
             RunLockedError: another live process has the run.
             InvalidArgumentError: several runs share the directory; say which.
         """
-        if self._lock.is_held:
-            problem = "the run is open already"
-            raise InvalidArgumentError(
-                problem, path=self.directory, hint="open it once"
-            )
         with error_context(self.directory, "cannot open the run"):
-            self._saver.notes += self._lock.take()
-            try:
-                self._start()
-            except BaseException:
-                self._watch.close()
-                self._lock.release()
-                raise
-        _open_runs.add(self)
+            self._session.open(repr(self))
         return self
 
     def __exit__(
@@ -219,29 +205,7 @@ class Run:
             BackgroundSaveError: a save that was accepted failed.
             SystemExit: the run was asked to stop and has an exit code.
         """
-        if os.getpid() != self._process:
-            return
-        try:
-            self._leave(error)
-        except KeyboardInterrupt:  # of a second signal, maybe before all was closed
-            self._close()
-            if self._exit_code is None:
-                raise
-            raise SystemExit(self._exit_code) from None
-
-    def _leave(self, error: BaseException | None) -> None:
-        try:
-            self._watch.come_round(always=True)
-            self._finish(error)
-        except KeyboardInterrupt as second:
-            if self._exit_code is None:
-                raise
-            error = second
-        finally:
-            self._close()
-        ends = error is None or isinstance(error, KeyboardInterrupt)
-        if self._watch.requested and self._exit_code is not None and ends:
-            raise SystemExit(self._exit_code)
+        self._session.leave(error)
 
     def _make_steps(self) -> RunSteps:
         facts = Metadata(
@@ -253,104 +217,26 @@ class Run:
         )
         return RunSteps(self._files, self._saver, self._policies, facts, self._clock)
 
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._steps = self._make_steps()
-        if not self._watch.start():
-            warnings.warn(
-                f"{self!r} is opened off the main thread: signals do not stop it",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _finish(self, error: BaseException | None) -> None:
-        """Save the tail and wait; a failure never hides the error that is raised."""
-        # an earlier handler may exit in the middle of an update
-        asked = isinstance(error, SystemExit) and not self._watch.requested
-        certain = error is None or asked
-        try:
-            if self._on_exit or self._watch.requested:
-                self._steps.save_tail(certain=certain)
-            self._saver.worker.close()
-            self._saver.raise_failure()
-        except Exception as failure:
-            self._saver.worker.close()
-            if error is None:
-                raise
-            error.add_note(f"while the run was left: {failure}")
-
-    def _close(self) -> None:
-        _open_runs.discard(self)
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
-            stack.callback(self._release_lock)
-            for log in self._logs:
-                stack.callback(log.close)
-            stack.callback(self._steps.close)
-            stack.callback(self._watch.close)
-
-    def _release_lock(self) -> None:
-        """Give the lock back, after the last save where one is still written."""
-        if self._saver.worker.unfinished:
-            self._saver.worker.submit(self._lock.release)
-        else:
-            self._lock.release()
-
-    def _forget(self) -> None:
-        """Leave the run to the parent: a forked child writes nothing."""
-        self._lock.release()
-        self._watch.forget_in_child()
-
     def _require_open(self) -> None:
-        if self._lock.is_held and os.getpid() == self._process:
-            return
-        problem, hint = "the run is not open", "write `with Run(…) as run:`"
-        if self._process not in (0, os.getpid()):
-            problem = "a forked child does not write its parent's run"
-            hint = "report steps from the process that opened the run"
-        raise InvalidArgumentError(problem, path=self.directory, hint=hint)
+        with error_context(self.directory, ""):
+            self._session.require_open()
 
     # ----------------------------------------------------------------- stopping
 
     @property
     def stop_requested(self) -> bool:
         """Whether a signal or ``request_stop`` asked the run to stop."""
-        self._watch.come_round()
-        return self._watch.requested
+        self._session.watch.come_round()
+        return self._session.watch.requested
 
     @property
     def stop_signal(self) -> str:
         """The name of the signal that asked, such as SIGTERM; empty if none did."""
-        return self._watch.signal_name
+        return self._session.watch.signal_name
 
     def request_stop(self) -> None:
         """Ask the run to stop, as a signal does."""
-        self._watch.request()
-
-    def _stop_reason(self) -> str:
-        if not self._watch.requested:
-            return ""
-        return self._watch.signal_name or "stop requested"
-
-    def _save_late(self) -> None:
-        """Save without the loop, which did not come round in time."""
-        self._save_what_is_left()
-        if self._exit_code is not None and not self._watch.came_round:
-            leave_now(self._exit_code)
-
-    def _save_what_is_left(self) -> None:
-        try:
-            self._steps.save_tail(certain=False)
-            self._saver.worker.wait()
-        except Exception as error:
-            self._saver.notes.append(f"the last state was not saved: {error}")
-
-    def _leave_stuck(self, number: int) -> None:
-        """End a process whose main thread takes no second signal."""
-        saving = threading.Thread(target=self._save_what_is_left, daemon=True)
-        saving.start()
-        saving.join(self._grace)
-        code = exit_code_of(number) if self._exit_code is None else self._exit_code
-        leave_now(code)
+        self._session.watch.request()
 
     # ------------------------------------------------------------------- saving
 
@@ -378,11 +264,13 @@ class Run:
             NoSpaceError: the disk has no room for what is to be kept.
         """
         self._require_open()
-        self._watch.come_round()
+        self._session.watch.come_round()
         self._saver.raise_failure()
         with error_context(self.directory, "cannot save"):
-            report = self._steps.take(state, step, metrics, self._stop_reason())
-        self._watch.come_round()
+            report = self._session.steps.take(
+                state, step, metrics, self._session.stop_reason
+            )
+        self._session.watch.come_round()
         return report
 
     def save(self, state: Any, *, step: Any, metrics: Measured = None) -> StepReport:
@@ -390,7 +278,7 @@ class Run:
         self._require_open()
         self._saver.raise_failure()
         with error_context(self.directory, "cannot save"):
-            return self._steps.save(state, step, metrics, ("asked for",))
+            return self._session.steps.save(state, step, metrics, ("asked for",))
 
     def wait(self) -> None:
         """Wait until every save that was accepted is finished.
@@ -401,10 +289,6 @@ class Run:
         self._require_open()
         self._saver.worker.wait()
         self._saver.raise_failure()
-
-    def _settle(self) -> None:
-        """Let what this process accepted be on the disk before the disk is asked."""
-        self._saver.worker.wait()
 
     @property
     def failures(self) -> tuple[BackgroundSaveError, ...]:
@@ -428,12 +312,7 @@ class Run:
                 problem = "step: expected the number of the step, found None"
                 raise InvalidArgumentError(problem, hint="pass step=state.step")
             values = cast("dict[str, Any]", read_json(dict(plain_metrics(metrics))))
-        for log in self._logs:
-            log.append(number, values)
-
-    def _resume_logs(self, step: int | None) -> None:
-        for log in self._logs:
-            log.resume(self.run_id or "", step)
+        self._session.log(number, values)
 
     def _sync_logs(self) -> None:
         for log in self._logs:
@@ -487,13 +366,13 @@ class Run:
             LayoutMismatchError: the newest does not fit the skeleton.
         """
         self._require_open()
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot restore"):
             found = self._restorer.restore_or_init(
                 start, keep=keep, ignore=ignore, resize=resize
             )
-            self._resume_logs(found.step)
-            self._steps.start_from(found.step, found.checkpoint_id or None)
+            self._session.resume_logs(self.run_id or "", found.step)
+            self._session.steps.start_from(found.step, found.checkpoint_id or None)
         return found
 
     def restore(
@@ -521,7 +400,7 @@ class Run:
             DamagedCheckpointError: it is damaged, or all are.
             LayoutMismatchError: it does not fit the skeleton.
         """
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot restore"):
             return self._restorer.restore(
                 self._files.entries()[::-1]
@@ -545,7 +424,7 @@ class Run:
         resize: Patterns = (),
     ) -> Restored:
         """Restore the best checkpoint that is whole; see ``best`` and ``restore``."""
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot restore"):
             return self._restorer.restore(
                 self._rank(metric, mode),
@@ -577,7 +456,7 @@ class Run:
         Raises:
             DamagedCheckpointError: there are some, and none is whole.
         """
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot find the newest"):
             return self._files.newest()
 
@@ -593,7 +472,7 @@ class Run:
         Returns:
             None where no checkpoint has a finite value of the metric.
         """
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot find the best"):
             return next(self._files.iter_whole(self._rank(metric, mode)), None)
 
@@ -610,7 +489,7 @@ class Run:
 
     def list(self) -> tuple[RunEntry, ...]:
         """Return the run's checkpoints by step, the damaged ones included."""
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot list the run"):
             return tuple(self._files.entries())
 
@@ -621,13 +500,13 @@ class Run:
 
     def pin(self, step: int) -> None:
         """Keep a checkpoint whatever the policies say."""
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot pin"):
             self._files.pin(step)
 
     def unpin(self, step: int) -> None:
         """Leave a pinned checkpoint to the policies again."""
-        self._settle()
+        self._session.settle()
         with error_context(self.directory, "cannot unpin"):
             self._files.unpin(step)
 
@@ -649,7 +528,7 @@ class Run:
         if not dry_run:
             self._require_open()
         with error_context(self.directory, "cannot prune"):
-            self._settle()
+            self._session.settle()
             chosen = self._policies.keep
             if keep is not None:
                 chosen = refuse_other(keep, KeepPolicy, "keep")
@@ -672,19 +551,9 @@ class Run:
         """
         self._require_open()
         with error_context(self.directory, "cannot roll back"):
-            self._settle()
+            self._session.settle()
             aside = self._files.abandon_after(step)
             entry = self._files.require(step)
-            self._resume_logs(entry.step)
-            self._steps.start_from(entry.step, entry.checkpoint_id)
+            self._session.resume_logs(self.run_id or "", entry.step)
+            self._session.steps.start_from(entry.step, entry.checkpoint_id)
             return aside
-
-
-def _forget_in_child() -> None:
-    for run in list(_open_runs):
-        run._forget()  # pyright: ignore[reportPrivateUsage]
-    _open_runs.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)

@@ -30,7 +30,7 @@ LAYERS = [
     ["_signals", "_background", "_preflight", "_snapshot", "_background_saves"],
     ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
     ["_run_saving", "_run_restoring"],
-    ["_run_locks", "_run_steps", "_runs"],
+    ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
 ]
 CLI = [
     *("_document", "_arguments", "_inspection", "_comparison"),
