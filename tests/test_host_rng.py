@@ -410,7 +410,7 @@ DAMAGES: list[tuple[Damage, str]] = [
     (put(f"{LAST}.state.key", [1] * 624), "uint32[624], found a list"),
     (
         put(f"{LAST}.state.key", jax.ShapeDtypeStruct((624,), np.uint32)),
-        "python.state.key: a jax.ShapeDtypeStruct holds no values",
+        "ShapeDtypeStruct holds no values",
     ),
     (
         lambda state: delete_array(state["generators"]["python"]["state"]),
