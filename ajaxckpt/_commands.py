@@ -40,6 +40,7 @@ Body = dict[str, Any]
 
 _PIPE_WIDTH = 100
 _SUFFIX = ".safetensors"
+_GONE = "gone"
 
 
 def _inspect(path: str, arguments: Namespace) -> Inspection:
@@ -121,6 +122,8 @@ def _verify_directory(session: Session, path: str) -> Iterator[dict[str, Any]]:
     found = False
     for inner in sorted(paths, key=_by_numbers):
         file = _verify_file(session, inner, listed=True)
+        if file["status"] == _GONE:
+            continue
         found = found or file["status"] != FOREIGN
         yield file
     if not found:
@@ -148,6 +151,8 @@ def _verify_file(
         report = verify_checkpoint(path)
     except (CheckpointError, OSError) as caught:
         error = caught
+    if listed and not os.path.lexists(os.path.expanduser(path)):
+        return {"status": _GONE}  # a live run let it go meanwhile
     foreign = listed and isinstance(error, NotACheckpointError)
     return _verified(session, path, report, error, finding=not foreign)
 

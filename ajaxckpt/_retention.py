@@ -94,7 +94,9 @@ class KeepLast:
 class KeepBest:
     """Keep the ``count`` checkpoints whose metric is best; the newer one of equals.
 
-    A metric that is missing, None, NaN or infinite is never best.
+    A metric that is missing, None, NaN or infinite is never best. A checkpoint with
+    other metrics and not this one was measured under another name: it is kept, for
+    nobody knows whether it is worse.
 
     Example:
         >>> KeepBest("return", "max").count
@@ -112,7 +114,9 @@ class KeepBest:
 
     def choose(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return those to keep."""
-        return rank_best(candidates, self.metric, self.mode)[: self.count]
+        best = rank_best(candidates, self.metric, self.mode)[: self.count]
+        others = (c for c in candidates if c.metrics and self.metric not in c.metrics)
+        return [*best, *others]
 
 
 @dataclass(frozen=True, slots=True)

@@ -378,6 +378,11 @@ def _choose(
     return pruning, failure
 
 
+def _fault(files: RunFiles, entry: RunEntry) -> str:
+    """Say in a word why a checkpoint does not count; unreadable it may be whole."""
+    return "unreadable" if "PermissionError" in files.verdict(entry) else "damaged"
+
+
 def _find_reasons(
     files: RunFiles, entries: Sequence[RunEntry], policies: _Policies
 ) -> dict[str, list[str]]:
@@ -391,7 +396,7 @@ def _find_reasons(
     newest = max((entry.step for entry in whole), default=None)
     reasons: dict[str, list[str]] = {}
     for entry in entries:
-        why = reasons[entry.path] = [] if entry in whole else ["damaged"]
+        why = reasons[entry.path] = [] if entry in whole else [_fault(files, entry)]
         if entry.is_newer:
             why[:] = ["newer format"]
         if entry in whole:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ajaxckpt._directories import remove_files, set_aside, touch
 from ajaxckpt._errors import (
@@ -34,6 +34,8 @@ from ajaxckpt._listing import (
 from ajaxckpt._opening import verify_checkpoint
 from ajaxckpt._retention import KeepBest, KeepLast, KeepPolicy, choose_survivors
 
+TRIES = 20  # of looking again, where a live writer removes what was just listed
+UNREADABLE = "give this user the right to read them: they may be whole"
 LOSES_NOTHING = (
     "move the files named here out of the directory, or use another directory"
 )
@@ -182,16 +184,27 @@ class RunFiles:
                 self._verdicts[entry.path] = (read_signature(entry.path), problem)
         return problem
 
-    def iter_whole(self, entries: Sequence[RunEntry]) -> Iterator[RunEntry]:
-        """Yield those of the entries that are whole, in their order.
+    def first_whole(
+        self, find: Callable[[], Sequence[RunEntry]]
+    ) -> tuple[RunEntry | None, Sequence[RunEntry]]:
+        """Return the first of some entries that is whole, and all of them.
+
+        Args:
+            find: says which; asked again where a file was removed meanwhile.
 
         Raises:
-            NewerFormatError: a newer release wrote one of them.
+            NewerFormatError: a newer release wrote one that comes first.
         """
-        for entry in entries:
-            self.refuse_newer(entry)
-            if not self.verdict(entry):
-                yield entry
+        entries: Sequence[RunEntry] = ()
+        for _ in range(TRIES):
+            entries = find()
+            for entry in entries:
+                self.refuse_newer(entry)
+                if not self.verdict(entry):
+                    return entry, entries
+            if all(os.path.lexists(entry.path) for entry in entries):
+                break
+        return None, entries
 
     def newest(self) -> RunEntry | None:
         """Return the newest checkpoint that is whole; None where there is none.
@@ -199,12 +212,10 @@ class RunFiles:
         Raises:
             DamagedCheckpointError: there are some, and none is whole.
         """
-        entries = self.entries()[::-1]
-        for entry in self.iter_whole(entries):
-            return entry
-        if entries:
+        entry, entries = self.first_whole(lambda: self.entries()[::-1])
+        if entry is None and entries:
             raise self.none_loads([(e, self.verdict(e)) for e in entries])
-        return None
+        return entry
 
     def refuse_newer(self, entry: RunEntry) -> None:
         """Keep a run from going on before a checkpoint that it cannot read yet.
@@ -222,11 +233,12 @@ class RunFiles:
         """Return the error of a run whose every checkpoint is unusable."""
         count = len(skipped)
         verb = "is" if count == 1 else "are"
+        unreadable = any(why.startswith("PermissionError") for _, why in skipped)
         return DamagedCheckpointError(
             f"{count} checkpoint{'s' * (count > 1)} {verb} there and none is whole",
             path=self.directory,
             details=[f"{os.path.basename(e.path)}: {why}" for e, why in skipped],
-            hint=LOSES_NOTHING,
+            hint=UNREADABLE if unreadable else LOSES_NOTHING,
         )
 
     def choose_removals(self, policies: Sequence[KeepPolicy] | None) -> list[RunEntry]:
@@ -291,7 +303,15 @@ class RunFiles:
     def _read_all(self) -> list[RunEntry]:
         """Describe every file, reading again only those that changed."""
         known = self._entries  # another thread may put a new one in its place
-        found = {path: _read(path, known) for path in list_directory(self.directory)}
+        found: dict[str, tuple[Signature, RunEntry | None]] = {}
+        for _ in range(TRIES):
+            paths = list_directory(self.directory)
+            found = {path: _read(path, known) for path in paths}
+            # a live writer puts a new file there before it removes an old one
+            if all(
+                entry is not None or signature for signature, entry in found.values()
+            ):
+                break
         self._entries = found
         verdicts = list(self._verdicts.items())
         self._verdicts = {path: item for path, item in verdicts if path in found}
@@ -301,13 +321,16 @@ class RunFiles:
 def _read(
     path: str, known: Mapping[str, tuple[Signature, RunEntry | None]]
 ) -> tuple[Signature, RunEntry | None]:
+    """Return a file's signature and entry; neither if it is gone."""
     try:
         signature = (*read_signature(path), os.path.lexists(path + PIN))
     except OSError:
         return (), read_entry(path)
     if path in known and known[path][0] == signature:
         return known[path]
-    return signature, read_entry(path)
+    entry = read_entry(path)
+    is_gone = entry is None and not os.path.lexists(path)
+    return () if is_gone else signature, entry
 
 
 def _is_plain(entry: RunEntry) -> bool:

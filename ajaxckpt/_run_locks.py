@@ -46,7 +46,7 @@ class RunLock:
     def __init__(self, files: RunFiles, given_id: str | None) -> None:
         """Hold nothing yet."""
         self._files, self._given_id = files, given_id
-        self._held: list[int] = []
+        self._held: dict[str, int] = {}
 
     @property
     def is_held(self) -> bool:
@@ -86,10 +86,31 @@ class RunLock:
         sign_lock(fd, f"{owner}\n")
         return known and also
 
+    def check(self) -> None:
+        """Make sure that the run is still where it was when it was opened.
+
+        Raises:
+            RunLockedError: its directory was moved, removed or replaced, or another
+                process took a lock whose file was removed.
+        """
+        for name, fd in self._held.items():
+            try:
+                now, held = os.stat(name), os.fstat(fd)
+                if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+                    continue
+            except FileNotFoundError:
+                pass
+            raise RunLockedError(
+                "the run is not where it was opened: its directory or its lock was "
+                "moved, removed or replaced",
+                path=name,
+                hint="put it back, or open the run again where it is now",
+            )
+
     def release(self) -> None:
         """Give it back; a forked child gives back its share of the parent's."""
         while self._held:
-            close_descriptor(self._held.pop())
+            close_descriptor(self._held.popitem()[1])
 
     def _hold(self, run_id: str | None) -> tuple[int, bool, str]:
         path = lock_path(self._files.directory, run_id)
@@ -100,5 +121,5 @@ class RunLock:
                 f"the run is being written by {error}",
                 hint="wait for it, stop it, or open another run with run_id=",
             ) from None
-        self._held.append(found[0])
+        self._held[path] = found[0]
         return found

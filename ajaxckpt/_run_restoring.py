@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ajaxckpt._errors import (
 from ajaxckpt._listing import RunEntry
 from ajaxckpt._migrations import Migrations
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._run_files import RunFiles
+from ajaxckpt._run_files import TRIES, RunFiles
 from ajaxckpt._tree import flatten_state
 
 _COUNTERS = ("step", "steps", "timestep", "global_step", "env_steps", "total_steps")
@@ -105,15 +105,28 @@ class Restorer:
             UnsupportedLeafError: there is none, and the start is abstract.
         """
         skeleton = start() if is_function(start) else start
-        if entries := self._files.entries()[::-1]:
-            return self._restore_first(entries, skeleton, options)
+        found = self._restore_first(self._newest_first, skeleton, options)
+        if found is not None:
+            return found
         _refuse_abstract_start(skeleton, self._files.directory)
         return Restored(state=skeleton, restored=False, metrics={})
 
+    def _newest_first(self) -> Sequence[RunEntry]:
+        return self._files.entries()[::-1]
+
     def restore(
-        self, entries: Sequence[RunEntry], skeleton: Any, **options: Any
+        self,
+        find: Callable[[], Sequence[RunEntry]] | None,
+        skeleton: Any,
+        **options: Any,
     ) -> Restored:
         """Restore the first of some checkpoints that is whole.
+
+        Args:
+            find: says which, the newest first by default; asked again where a live
+                writer has removed one meanwhile.
+            skeleton: as ``restore_into`` takes it, or a function that builds it.
+            options: those of ``restore_into``.
 
         Raises:
             CheckpointNotFoundError: there are none.
@@ -121,35 +134,55 @@ class Restorer:
             LayoutMismatchError: the first whole one does not fit the skeleton.
         """
         skeleton = skeleton() if is_function(skeleton) else skeleton
-        if not entries:
+        found = self._restore_first(find or self._newest_first, skeleton, options)
+        if found is None:
             raise CheckpointNotFoundError(
                 "the run has no such checkpoint",
                 path=self._files.directory,
                 hint="check the directory, or begin with run.restore_or_init",
             )
-        if len(entries) > 1:
-            found = self._restore_first(entries, skeleton, options)
-        else:
-            self._files.refuse_newer(entries[0])
-            found = self._restore(entries[0], skeleton, [], options)
+        return self._note_mixture(found) if options.get("subtree") else found
+
+    def restore_step(self, step: int, skeleton: Any, **options: Any) -> Restored:
+        """Restore one step, that or none.
+
+        Raises:
+            CheckpointNotFoundError: the run has none of that step.
+            DamagedCheckpointError: it is damaged.
+            LayoutMismatchError: it does not fit the skeleton.
+        """
+        skeleton = skeleton() if is_function(skeleton) else skeleton
+        entry = self._files.require(step)
+        self._files.refuse_newer(entry)
+        found = self._restore(entry, skeleton, [], options)
         return self._note_mixture(found) if options.get("subtree") else found
 
     def _restore_first(
-        self, entries: Sequence[RunEntry], skeleton: Any, options: Mapping[str, Any]
-    ) -> Restored:
+        self,
+        find: Callable[[], Sequence[RunEntry]],
+        skeleton: Any,
+        options: Mapping[str, Any],
+    ) -> Restored | None:
+        """Restore the first that is whole; None where there are none at all."""
         skipped: list[tuple[RunEntry, str]] = []
-        for entry in entries:
-            self._files.refuse_newer(entry)
-            try:
-                problem = entry.problem
-                if not problem:
-                    return self._restore(entry, skeleton, skipped, options)
-            except CheckpointNotFoundError:
-                problem = "it was removed meanwhile"
-            except (DamagedCheckpointError, NotACheckpointError, OSError) as error:
-                problem = self._files.condemn(entry, error)
-            skipped.append((entry, problem))
-        raise self._files.none_loads(skipped)
+        for _ in range(TRIES):
+            skipped, is_gone = [], False
+            for entry in find():
+                self._files.refuse_newer(entry)
+                try:
+                    if not entry.problem:
+                        return self._restore(entry, skeleton, skipped, options)
+                    problem = entry.problem
+                except CheckpointNotFoundError:
+                    is_gone, problem = True, "it was removed meanwhile"
+                except (DamagedCheckpointError, NotACheckpointError, OSError) as error:
+                    problem = self._files.condemn(entry, error)
+                skipped.append((entry, problem))
+            if not is_gone:
+                break
+        if skipped:
+            raise self._files.none_loads(skipped)
+        return None
 
     def _restore(
         self,

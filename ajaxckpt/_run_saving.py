@@ -121,19 +121,23 @@ class RunSaver:
         self.last_id: str | None = None
         self.last_failed: int | None = None
 
-    def accept(self, order: Order) -> None:
+    def accept(self, order: Order) -> bool:
         """Save, now or in the background.
+
+        Returns:
+            False if it was to be done now, and failed, and failures are not raised.
 
         Raises:
             CheckpointError, OSError: the save failed, and was to be done now.
         """
         if self._background:
             self.worker.submit(partial(self._carry_out, order))
-            return
+            return True
         error = self._carry_out(order)
         if error is not None and self._raises:
             self._untold.clear()
             raise error
+        return error is None
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not told yet, the others as its notes.
@@ -157,13 +161,13 @@ class RunSaver:
             return error
         finally:
             order.snapshot.release()
-        self._let_go()
+        self._let_go(order)
         return None
 
     def _save(self, order: Order) -> None:
         def tell(retry: int, error: Exception) -> None:
             step, problem = order.metadata.step, describe_problem(error)
-            self._note(f"step {step}: try {retry} failed, trying again: {problem}")
+            self.note(f"step {step}: try {retry} failed, trying again: {problem}")
 
         def write() -> None:
             self._before()
@@ -211,7 +215,7 @@ class RunSaver:
 
     def _set_aside(self, order: Order) -> None:
         aside = set_aside(order.path, _ASIDE)
-        self._note(f"step {order.metadata.step}: {order.path} became {aside}")
+        self.note(f"step {order.metadata.step}: {order.path} became {aside}")
 
     def _write_over(self, order: Order) -> None:
         data = order.snapshot.data
@@ -220,12 +224,13 @@ class RunSaver:
             metadata = replace(order.metadata, parent_id=self.last_id)
             write_checkpoint(order.path, data, metadata, told)
 
-    def _let_go(self) -> None:
+    def _let_go(self, order: Order) -> None:
         """Apply the retention; a file that cannot be removed costs no training."""
         try:
-            self._files.remove(self._files.choose_removals(self._keep))
+            gone = self._files.choose_removals(self._keep)
+            self._files.remove([e for e in gone if e.path != order.path])
         except Exception as error:
-            self._note(f"old checkpoints stay: {describe_problem(error)}")
+            self.note(f"old checkpoints stay: {describe_problem(error)}")
 
     def _fail(self, step: int | None, error: Exception) -> None:
         failure = BackgroundSaveError(
@@ -241,6 +246,7 @@ class RunSaver:
             self._untold.append(failure)
         _log.error("%s", failure)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Keep and log what went wrong without an error."""
         self.notes.append(text)
         _log.warning("%s: %s", self._files.directory, text)

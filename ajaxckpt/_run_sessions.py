@@ -169,6 +169,16 @@ class RunSession:
         """Let what this process accepted be on the disk before the disk is asked."""
         self.saver.worker.wait()
 
+    def prepare_save(self) -> None:
+        """Make sure of the lock, and rows of the logs as durable as the file to come.
+
+        Raises:
+            RunLockedError: the run is not where it was opened.
+        """
+        self._lock.check()
+        for log in self.logs:
+            log.sync()
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add what was measured at a step to every record."""
         for log in self.logs:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import numpy as np
+import xxhash
 
 from ajaxckpt._background import Clock
 from ajaxckpt._collecting import collect_state
@@ -48,6 +50,10 @@ from ajaxckpt._schedule import Moment, SaveEvery, SavePolicy, find_reasons
 from ajaxckpt._snapshot import Arena, Snapshot, take_snapshot
 from ajaxckpt._writer import StateData, digest_data, state_bytes
 
+# what is digested at every step: some ten milliseconds, or a share of the step
+_FREE_BYTES, _BYTES_PER_SECOND, _SHARE = 64 << 20, 4 << 30, 0.02
+_NO_LEAVES = "the state has no leaves: nothing would be saved"
+_RETURNED = "check what the step returned, and what exclude= selects"
 _AHEAD = "go on from run.restore_or_init, or go back on purpose with run.rollback(step)"
 
 
@@ -83,11 +89,20 @@ class Seen:
     treedef: Any
     step: int
     metrics: Measured
+    fingerprint: str | None
 
-    @property
-    def state(self) -> Any:
-        """The state as it was passed."""
-        return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
+    def copy_state(self) -> tuple[Any, bool]:
+        """Return the state in numpy arrays of its own, and whether it is as it was.
+
+        The copy is compared, not what it was made of: a loop may go on writing.
+        """
+        leaves = [
+            np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in (self.leaves if self.fingerprint is not None else ())
+        ]
+        if self.fingerprint is None or self.fingerprint != take_fingerprint(leaves):
+            return None, False
+        return jax.tree_util.tree_unflatten(self.treedef, leaves), True
 
     @property
     def is_computed(self) -> bool:
@@ -134,19 +149,26 @@ class RunSteps:
         self._newest: int | None = None
         self._best: Best | None = None
         self._is_placed = self._is_closed = False
+        self._refusal = ""
+        self._seen_seconds = self._last_seconds
         self._seen: Seen | None = None
         self._held: Held | None = None
 
     def start_from(self, step: int | None, checkpoint_id: str | None) -> None:
         """Go on after a checkpoint, or from the beginning."""
         with self._lock:
-            self._is_placed = True
+            self._is_placed, self._refusal = True, ""
             self._newest, self._saver.last_id = step, checkpoint_id
             self._saver.last_failed = self._best = self._seen = None
             self._last_step = self._held_step = step or 0
             self._last_reported = 0
             self._last_seconds = self._held_seconds = self._clock.monotonic()
             self._drop_held()
+
+    def refuse(self, why: str) -> None:
+        """Accept no save until something was restored."""
+        with self._lock:
+            self._refusal = why
 
     def close(self) -> None:
         """Give the memory back; nothing is saved after this."""
@@ -169,6 +191,8 @@ class RunSteps:
             reasons = self._find_reasons(number, metrics)
             if stop:
                 reasons = (*reasons, stop)
+            if number == self._newest:  # is it the same state, or did no step move?
+                reasons = (*reasons, "reported again")
             if reasons:
                 return self._save(state, number, metrics, reasons)
             self._hold_if_due(state, number, metrics)
@@ -192,10 +216,11 @@ class RunSteps:
     def save_tail(self, *, certain: bool) -> None:
         """Save the step reported last, if it is not saved and its state is there.
 
+        What lies in numpy arrays may be of a later step by now: then it is not.
+
         Args:
-            certain: whether the state is known to be that of the step; after an
-                exception, what lies in numpy arrays may be of a later one. Then
-                nothing is waited for or measured either.
+            certain: whether the loop ended by itself; else nothing is waited for or
+                measured.
         """
         with self._lock:
             seen = self._seen
@@ -204,17 +229,35 @@ class RunSteps:
             if not certain and not seen.is_computed and self._held is not None:
                 self._save_held()
                 return
-            try:
-                data = self._collect(seen.state)
-                if not certain and not is_immutable(data):
-                    self._save_held()
-                    return
-                policies = self._naming_policies()
-                known = given_metrics(seen.metrics)
-                metrics = measure(seen.metrics, policies) if certain else known
-                self._accept(data, self._describe(seen.step, metrics), ("exit",))
-            except UnsupportedLeafError:  # donated since
+            state, is_as_it_was = seen.copy_state()
+            if is_as_it_was:
+                self._save_seen(seen, state, certain)
+            else:
                 self._save_held()
+                self._note_lost(seen.step, "numpy arrays of it may be of a later step")
+
+    def _save_seen(self, seen: Seen, state: Any, certain: bool) -> None:
+        """Save a state first; that it cannot be measured costs the metrics alone."""
+        failure: Exception | None = None
+        metrics: Metrics = {}
+        try:
+            policies = self._naming_policies()
+            known = given_metrics(seen.metrics)
+            metrics = measure(seen.metrics, policies) if certain else known
+        except Exception as error:
+            failure = error
+        try:
+            data = self._collect(state)
+            self._accept(data, self._describe(seen.step, metrics), ("exit",))
+        except UnsupportedLeafError:
+            self._save_held()
+            self._note_lost(seen.step, "it was donated since")
+        if failure is not None:
+            raise failure
+
+    def _note_lost(self, step: int, why: str) -> None:
+        if not self._is_saved(step):
+            self._saver.note(f"step {step}, reported last, was not saved: {why}")
 
     def _save_held(self) -> None:
         """Save the snapshot that is held, if it is newer than the last save."""
@@ -228,25 +271,38 @@ class RunSteps:
         self._order(held.snapshot, held.metadata, there)
 
     def _see(self, state: Any, step: Any, metrics: Measured) -> int:
-        """Remember a step, after checking its number and its place in the run."""
+        """Remember a step, after checking its number, its place and its metrics."""
         number = self._read_step(step)
         self._check_place(number)
+        if not callable(metrics):
+            measure(metrics, self._naming_policies())
+        leaves, treedef = jax.tree_util.tree_flatten(state)
+        if not leaves:
+            raise InvalidArgumentError(_NO_LEAVES, hint=_RETURNED)
         self._last_reported = number
         if self._policies.tail:
-            leaves, treedef = jax.tree_util.tree_flatten(state)
             self._seen = Seen(
-                leaves=leaves, treedef=treedef, step=number, metrics=metrics
+                leaves=leaves,
+                treedef=treedef,
+                step=number,
+                metrics=metrics,
+                fingerprint=self._take_fingerprint(leaves),
             )
         return number
+
+    def _take_fingerprint(self, leaves: Sequence[Any]) -> str | None:
+        """Digest what can be written in place, unless that would hold training up."""
+        now = self._clock.monotonic()
+        since, self._seen_seconds = now - self._seen_seconds, now
+        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
+        affordable = max(_FREE_BYTES, _BYTES_PER_SECOND * _SHARE * since)
+        return take_fingerprint(leaves) if nbytes <= affordable else None
 
     def _save(
         self, state: Any, step: int, metrics: Measured, reasons: tuple[str, ...]
     ) -> StepReport:
         measured = measure(metrics, self._naming_policies())
         data = self._collect(state)
-        if not data.layout:
-            problem = "the state has no leaves: nothing would be saved"
-            raise InvalidArgumentError(problem, hint="check what the step returned")
         self._check_space(data)
         return self._accept(data, self._describe(step, measured), reasons)
 
@@ -255,7 +311,10 @@ class RunSteps:
 
     def _collect(self, state: Any) -> StateData:
         with jax.transfer_guard("allow"):
-            return collect_state(state, self._policies.exclude)
+            data = collect_state(state, self._policies.exclude)
+        if not data.layout:
+            raise InvalidArgumentError(_NO_LEAVES, hint=_RETURNED)
+        return data
 
     def _copy(self, data: StateData) -> Snapshot:
         with jax.transfer_guard("allow"):
@@ -277,6 +336,12 @@ class RunSteps:
 
     def _check_place(self, step: int) -> None:
         """Keep a run that was not restored from growing beside its own past."""
+        if self._refusal:
+            raise StepExistsError(
+                f"nothing was restored, and the run has a past: {self._refusal}",
+                path=self._files.directory,
+                hint="restore it, or begin in another directory",
+            )
         if not self._is_placed:
             newest = self._files.newest()
             self._newest = newest.step if newest else None
@@ -342,7 +407,7 @@ class RunSteps:
         taken = self._clock.monotonic()
         nbytes = snapshot.nbytes
         try:
-            existing = self._files.find(step)
+            existing = self._find_place(step)
             is_there = self._is_there(existing, snapshot, metadata)
         except BaseException:
             snapshot.release()
@@ -350,18 +415,32 @@ class RunSteps:
         self._drop_held()
         if is_there:
             snapshot.release()
-        else:
-            self._order(snapshot, metadata, existing)
-        own = self._files.path_for(step, existing)
+        saved = not is_there and self._order(snapshot, metadata, existing)
+        path = existing.path if is_there and existing else ""
         return StepReport(
             step=step,
-            saved=not is_there,
+            saved=saved,
             reasons=reasons,
-            path=existing.path if is_there and existing else own,
+            path=self._files.path_for(step, existing) if saved else path,
             waited_seconds=waited - start,
             snapshot_seconds=taken - waited,
             snapshot_bytes=nbytes,
         )
+
+    def _find_place(self, step: int) -> RunEntry | None:
+        """Return what the run has of a step.
+
+        Raises:
+            StepExistsError: it has later steps, which somebody put there meanwhile.
+        """
+        for entry in self._files.entries():
+            if entry.step > step and not self._files.verdict(entry):
+                raise StepExistsError(
+                    f"step {step} lies before step {entry.step}, which is there now",
+                    path=entry.path,
+                    hint="move that file away, or " + _AHEAD,
+                )
+        return self._files.find(step)
 
     def _is_there(
         self, existing: RunEntry | None, snapshot: Snapshot, metadata: Metadata
@@ -386,7 +465,8 @@ class RunSteps:
 
     def _order(
         self, snapshot: Snapshot, metadata: Metadata, there: RunEntry | None
-    ) -> None:
+    ) -> bool:
+        """Hand a save on; return whether it was accepted, or done."""
         step = metadata.step or 0
         path = self._files.path_for(step, there)
         strange = there is None or there.path != path or os.path.islink(path)
@@ -399,7 +479,7 @@ class RunSteps:
             new = find_best(self._policies.save, [this])
             self._best = better_of(self._best, new)
         try:
-            self._saver.accept(
+            return self._saver.accept(
                 Order(
                     path=path, snapshot=snapshot, metadata=metadata, displaces=strange
                 )
@@ -431,6 +511,11 @@ class RunSteps:
             self._held = None
 
 
-def is_immutable(data: StateData) -> bool:
-    """Tell whether no leaf can be written in place."""
-    return all(spec.kind != "numpy" for spec in data.layout.values())
+def take_fingerprint(leaves: Sequence[Any]) -> str:
+    """Return a digest of what can be written in place: the numpy arrays."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    hasher = xxhash.xxh3_128()
+    for array in arrays:
+        if array.dtype != object:
+            hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()

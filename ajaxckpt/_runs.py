@@ -6,6 +6,7 @@ all that is true of a run is read from its committed files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,7 +19,10 @@ from ajaxckpt._collecting import collect_state
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
     BackgroundSaveError,
+    CheckpointNotFoundError,
     InvalidArgumentError,
+    LayoutMismatchError,
+    MigrationError,
     error_context,
 )
 from ajaxckpt._listing import RunEntry, check_run_id
@@ -40,13 +44,18 @@ from ajaxckpt._retention import (
     check_seconds,
     rank_best,
 )
-from ajaxckpt._run_files import RunFiles
+from ajaxckpt._run_files import TRIES, RunFiles
 from ajaxckpt._run_locks import RunLock
 from ajaxckpt._run_restoring import Restored, Restorer
 from ajaxckpt._run_saving import RunSaver, StepReport
 from ajaxckpt._run_sessions import RunSession
 from ajaxckpt._run_steps import Policies, RunSteps
-from ajaxckpt._schedule import SaveEvery, SavePolicy, refuse_other
+from ajaxckpt._schedule import (
+    SaveEvery,
+    SavePolicy,
+    metrics_needed,
+    refuse_other,
+)
 from ajaxckpt._writer import state_bytes
 
 _SIGNALS = tuple(
@@ -55,6 +64,7 @@ _SIGNALS = tuple(
     if hasattr(signal, name)
 )
 _GRACE_SECONDS = 20.0
+_MAX_EXIT_CODE = 255
 
 
 class Run:
@@ -86,13 +96,13 @@ class Run:
         config: Any = None,
         migrations: Migrations | Iterable[Migrations] | None = None,
         exclude: Patterns = (),
-        logs: Sequence[LogHook] = (),
+        logs: LogHook | Sequence[LogHook] = (),
         background: bool = True,
         on_exit: bool = True,
         on_error: str = "raise",
         retries: int = 2,
         preflight: bool = True,
-        signals: Sequence[int] = _SIGNALS,
+        signals: int | Sequence[int] = _SIGNALS,
         grace: float = _GRACE_SECONDS,
         hold: SaveEvery | None = None,
         exit_code: int | None = None,
@@ -139,9 +149,9 @@ class Run:
         with error_context(self.directory, "cannot open the run"):
             self._policies = Policies(
                 save=refuse_other(save, SavePolicy, "save"),
-                keep=None if keep is None else refuse_other(keep, KeepPolicy, "keep"),
+                keep=None if keep is None else check_keep(keep),
                 hold=hold,
-                tail=on_exit or bool(signals),
+                tail=on_exit or signals != (),
                 exclude=parse_patterns(exclude, "exclude"),
                 preflight=preflight,
             )
@@ -149,31 +159,35 @@ class Run:
             self._config = plain_config(config)
             check_count(retries, "Run retries", 0)
             check_seconds(grace, "Run grace")
+            if exit_code is not None:
+                check_count(exit_code, "Run exit_code", 0)
+            if exit_code is not None and exit_code > _MAX_EXIT_CODE:
+                problem = f"exit_code: {exit_code} is above {_MAX_EXIT_CODE}"
+                raise InvalidArgumentError(problem, hint="pass a code such as 75")
             if on_error not in ("raise", "warn"):
                 problem = f"on_error: expected 'raise' or 'warn', found {on_error!r}"
                 raise InvalidArgumentError(problem, hint="pass one of the two")
             self._files = RunFiles(self.directory, check_run_id(run_id))
-        self._clock, self._logs = clock, tuple(logs)
+        self._clock = clock
         self._saver = RunSaver(
             self._files,
             self._policies.keep,
             background=background,
             retries=retries,
             raises=on_error == "raise",
-            before=self._sync_logs,
+            before=lambda: self._session.prepare_save(),
             progress=progress,
             clock=clock,
         )
-        self._restorer = Restorer(
-            self._files, self._registries, self._config, progress=progress
-        )
+        now = cast("Any", self._config and read_json(dict(self._config)))
+        self._restorer = Restorer(self._files, self._registries, now, progress=progress)
         with error_context(self.directory, "cannot open the run"):
             self._session = RunSession(
                 lock=RunLock(self._files, run_id),
                 saver=self._saver,
-                logs=self._logs,
+                logs=one_or_several(logs),
                 make_steps=self._make_steps,
-                signals=signals,
+                signals=one_or_several(signals),
                 grace=grace,
                 on_exit=on_exit,
                 exit_code=exit_code,
@@ -314,10 +328,6 @@ class Run:
             values = cast("dict[str, Any]", read_json(dict(plain_metrics(metrics))))
         self._session.log(number, values)
 
-    def _sync_logs(self) -> None:
-        for log in self._logs:
-            log.sync()
-
     def preflight(self, state: Any) -> PreflightReport:
         """Ask whether the disk has room for the run, and how long a save will take.
 
@@ -368,9 +378,13 @@ class Run:
         self._require_open()
         self._session.settle()
         with error_context(self.directory, "cannot restore"):
-            found = self._restorer.restore_or_init(
-                start, keep=keep, ignore=ignore, resize=resize
-            )
+            try:
+                found = self._restorer.restore_or_init(
+                    start, keep=keep, ignore=ignore, resize=resize
+                )
+            except (LayoutMismatchError, MigrationError) as error:
+                self._session.steps.refuse(error.problem)
+                raise
             self._session.resume_logs(self.run_id or "", found.step)
             self._session.steps.start_from(found.step, found.checkpoint_id or None)
         return found
@@ -402,16 +416,15 @@ class Run:
         """
         self._session.settle()
         with error_context(self.directory, "cannot restore"):
-            return self._restorer.restore(
-                self._files.entries()[::-1]
-                if step is None
-                else [self._files.require(step)],
-                skeleton,
-                subtree=subtree,
-                keep=keep,
-                ignore=ignore,
-                resize=resize,
-            )
+            options: dict[str, Any] = {
+                "subtree": subtree,
+                "keep": keep,
+                "ignore": ignore,
+                "resize": resize,
+            }
+            if step is None:
+                return self._restorer.restore(None, skeleton, **options)
+            return self._restorer.restore_step(step, skeleton, **options)
 
     def restore_best(
         self,
@@ -427,7 +440,7 @@ class Run:
         self._session.settle()
         with error_context(self.directory, "cannot restore"):
             return self._restorer.restore(
-                self._rank(metric, mode),
+                lambda: self._rank(metric, mode),
                 skeleton,
                 keep=keep,
                 ignore=ignore,
@@ -444,10 +457,13 @@ class Run:
     @property
     def config(self) -> dict[str, Any] | None:
         """The config in the newest checkpoint, as plain data; else the one passed."""
-        for entry in reversed(self._files.entries()):
-            if not entry.problem:
-                with Checkpoint(entry.path) as checkpoint:
-                    return checkpoint.config
+        for _ in range(TRIES):
+            sound = [entry for entry in self._files.entries() if not entry.problem]
+            with contextlib.suppress(CheckpointNotFoundError):  # removed meanwhile
+                if sound:
+                    with Checkpoint(sound[-1].path) as checkpoint:
+                        return checkpoint.config
+                break
         return None if self._config is None else dict(self._config)
 
     def newest(self) -> RunEntry | None:
@@ -474,7 +490,7 @@ class Run:
         """
         self._session.settle()
         with error_context(self.directory, "cannot find the best"):
-            return next(self._files.iter_whole(self._rank(metric, mode)), None)
+            return self._files.first_whole(lambda: self._rank(metric, mode))[0]
 
     def _rank(self, metric: str | None, mode: Mode | None) -> list[RunEntry]:
         kept = (p for p in self._policies.keep or () if isinstance(p, KeepBest))
@@ -531,11 +547,22 @@ class Run:
             self._session.settle()
             chosen = self._policies.keep
             if keep is not None:
-                chosen = refuse_other(keep, KeepPolicy, "keep")
+                chosen = check_keep(keep)
+                self._refuse_unknown_metrics(chosen)
             gone = self._files.choose_removals(chosen)
             if not dry_run:
                 self._files.remove(gone)
             return tuple(entry.path for entry in gone)
+
+    def _refuse_unknown_metrics(self, policies: tuple[KeepPolicy, ...]) -> None:
+        """Keep a misspelled metric from deciding what goes."""
+        known = {name for entry in self._files.entries() for name in entry.metrics}
+        for name in metrics_needed(policies):
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"no checkpoint of the run has the metric {name!r}",
+                    hint=f"choose one of {', '.join(sorted(known)) or 'none'}",
+                )
 
     def rollback(self, step: int) -> tuple[str, ...]:
         """Go back to a step on purpose: later checkpoints become ``*.abandoned``.
@@ -557,3 +584,22 @@ class Run:
             self._session.resume_logs(self.run_id or "", entry.step)
             self._session.steps.start_from(entry.step, entry.checkpoint_id)
             return aside
+
+
+def check_keep(keep: object) -> tuple[KeepPolicy, ...]:
+    """Return retention policies as a tuple.
+
+    Raises:
+        InvalidArgumentError: something else is among them, or there are none.
+    """
+    policies = refuse_other(keep, KeepPolicy, "keep")
+    if not policies:
+        problem = "keep: an empty list would keep nothing but the newest"
+        hint = "pass None to keep everything, or KeepLast(1)"
+        raise InvalidArgumentError(problem, hint=hint)
+    return policies
+
+
+def one_or_several(value: Any) -> tuple[Any, ...]:
+    """Return an argument as a tuple; one alone stands for itself."""
+    return tuple(cast("Any", value)) if isinstance(value, list | tuple) else (value,)

@@ -63,6 +63,9 @@ def _is_told(seconds: float = 0.0) -> bool:
 def start_state(kind: str) -> dict[str, Any]:
     if kind == "numpy":
         return {"w": weights_at(0), "step": 0}
+    if kind == "large":
+        replay = np.zeros(70 << 20, np.uint8)
+        return {"w": weights_at(0), "step": 0, "replay": replay}
     import jax.numpy as jnp
 
     return {"w": jnp.asarray(weights_at(0)), "step": jnp.int32(0)}
@@ -70,7 +73,7 @@ def start_state(kind: str) -> dict[str, Any]:
 
 def make_advance(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the step; numpy's is in place, ``donated`` takes its argument's memory."""
-    if kind == "numpy":
+    if kind in ("numpy", "large"):
 
         def add(state: dict[str, Any]) -> dict[str, Any]:
             state["step"] += 1
@@ -125,6 +128,24 @@ class Stuck:
     def _release(self) -> None:
         await_go()
         self._libc.pthread_mutex_unlock(self._mutex)
+
+
+def write_while_copied(weights: Any) -> None:
+    """Write into an array at the moment another thread copies it."""
+    real, copying, written = np.copyto, threading.Event(), threading.Event()
+
+    def copy(*args: Any, **kwargs: Any) -> None:
+        copying.set()
+        written.wait(SECONDS)
+        real(*args, **kwargs)
+
+    np.copyto = copy
+    while not copying.wait(0.01) and not _is_told():
+        pass
+    weights += 100
+    written.set()
+    await_go()
+    weights -= 100
 
 
 def evaluate(how: str) -> None:
@@ -196,11 +217,18 @@ def train(
                     state["w"] = compute(state["w"], 10_000).block_until_ready()
             elif step == at and act == "pending":
                 state["w"] = make_computation()(state["w"], 50_000_000)
+            elif step == at and act == "writing":
+                say("in", act)
+                write_while_copied(state["w"])
             elif step == at and act:
                 if kind == "donated":
                     held = advance(state)
+                if kind == "numpy":
+                    state["w"] += 100  # half-way through a step
                 say("in", act)
                 evaluate(act)
+                if kind == "numpy":
+                    state["w"] -= 100
                 if kind == "donated":
                     state, step = held, step + 1
                     say("step", step, run.step(state, step=step).saved)
@@ -670,9 +698,9 @@ class _LineTrace:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._roots):
             return None
-        if "_signals" in frame.f_code.co_filename:
+        if os.path.basename(frame.f_code.co_filename) == "_signals.py":
             return None
-        if frame.f_code is Run.__exit__.__code__:
+        if frame.f_code.co_name in ("__exit__", "leave"):
             return None  # who is interrupted on the way in has not left the block
         if event == "line":
             # no handler runs between a lock and its with block, but a tracer would

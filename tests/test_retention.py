@@ -47,7 +47,9 @@ FIVE = run(1, 2, 3, 4, 5)
         (run(3, 3, 3, 1), [KeepBest("m", "max")], [300, 400]),
         (run(1.5, 2, True, 0), [KeepBest("m", "max")], [200, 400]),
         (run(2**70, 2**70 + 1, 0), [KeepBest("m", "max")], [200, 300]),
-        (FIVE, [KeepBest("other", "max", 5)], [500]),
+        # measured under another name: nobody knows whether they are worse
+        (FIVE, [KeepBest("other", "max")], [100, 200, 300, 400, 500]),
+        (run(1, 2, "absent", "absent"), [KeepBest("m", "min")], [100, 400]),
         (FIVE, [KeepEvery(200)], [200, 400, 500]),
         (FIVE, [KeepEvery(1000)], [500]),
         (

@@ -292,7 +292,7 @@ def test_signals_between_any_two_lines_of_a_save_leave_it_whole(
 ) -> None:
     place = tmp_path / "run"
     process = nursery.start(
-        "sweep", place, times=times, background=background, first=11, by=307
+        "sweep", place, times=times, background=background, first=11, by=401
     )
     words = end_with(process, 0)
     assert words[-1][0] == "done" and len(words) > 3
@@ -402,6 +402,32 @@ def test_without_an_exit_code_a_late_loop_is_saved_and_may_go_on(
     assert_swept(place)
 
 
+@pytest.mark.parametrize("exit_code", [75, slow(None)])
+def test_a_state_that_is_written_meanwhile_is_saved_whole_or_not_at_all(
+    nursery: Nursery, tmp_path: Path, exit_code: int | None
+) -> None:
+    place = tmp_path / "run"
+    process = nursery.start(
+        "train",
+        place,
+        last=1000,
+        at=5,
+        act="writing",
+        kind="numpy",
+        save=2,
+        grace=0.2,
+        exit_code=exit_code,
+    )
+    assert process.hear() == ["in", "writing"]
+    process.send(signal.SIGTERM)
+    if exit_code is None:
+        time.sleep(0.6)
+        process.go()
+    end_with(process, exit_code or 0)
+    last = [] if exit_code else [6]
+    assert read_steps(place) in ([2, 4, *last], [2, 4, 5, *last])
+
+
 def test_a_loop_that_comes_round_in_time_is_not_saved_twice(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -474,10 +500,11 @@ def test_a_process_whose_output_is_blocked_leaves_too(
     [
         ("end", "jax", 0, [2, 3]),
         ("end", "numpy", 0, [2, 3]),
+        slow("end", "large", 0, [2]),
+        slow("sys.exit", "large", 3, [2]),
         slow("sys.exit", "jax", 3, [2, 3]),
         ("sys.exit", "numpy", 3, [2, 3]),
         slow("exception", "jax", 1, [2, 3]),
-        ("exception", "numpy", 1, [2]),
         ("exception, half-way", "jax", 1, [2, 3]),
         ("exception, half-way in place", "numpy", 1, [2]),
     ],
@@ -595,8 +622,8 @@ def test_a_forked_child_dies_by_its_own_signal_and_saves_nothing(
 @pytest.mark.parametrize(
     ("what", "code"),
     [
-        ("leaves by an exception", 1),
-        slow("leaves by exit", 9),
+        slow("leaves by an exception", 1),
+        ("leaves by exit", 9),
         ("steps", 7),
         ("waits", 7),
         ("saves a file of its own", 7),
