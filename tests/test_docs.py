@@ -235,6 +235,7 @@ def test_links_between_documents_lead_somewhere() -> None:
         package / "FORMAT.md",
         package / "MIGRATIONS.md",
         package / "RUNS.md",
+        package / "TESTING.md",
     ):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), target

@@ -31,6 +31,8 @@ LAYERS = [
     ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
     ["_run_saving", "_run_restoring"],
     ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
+    ["_roles", "_advances", "_equivalence", "_trials", "_fresh_process"],
+    ["_resume_runs", "_sensitivity"],
 ]
 CLI = [
     *("_document", "_arguments", "_inspection", "_comparison"),
@@ -40,6 +42,7 @@ CLI = [
 JAX_MODULES = {
     *("_leaves", "_tree", "_places", "_device_arrays", "_placement", "_checkpoint"),
     *("_skeletons", "_adoption", "_run_restoring", "_run_steps", "_background_saves"),
+    *("_trials", "_fresh_process", "_sensitivity"),
 }
 
 
