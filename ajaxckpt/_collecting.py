@@ -13,7 +13,13 @@ from ajaxckpt._errors import (
     InvalidArgumentError,
     UnsupportedLeafError,
 )
-from ajaxckpt._leaves import describe_leaf, find_unsavable, leaf_data, scalar_value
+from ajaxckpt._leaves import (
+    OUTSIDE_TRACES,
+    describe_leaf,
+    find_unsavable,
+    leaf_data,
+    scalar_value,
+)
 from ajaxckpt._paths import is_missing
 from ajaxckpt._patterns import select_names
 from ajaxckpt._placement import is_traced
@@ -31,7 +37,7 @@ def refuse_traced(what: str) -> None:
     if is_traced():
         raise UnsupportedLeafError(
             f"{what} inside a traced function",
-            hint="call it outside jit and scan, between the calls of the train step",
+            hint=f"call it {OUTSIDE_TRACES}",
         )
 
 
@@ -42,6 +48,8 @@ def collect_state(state: Any, exclude: tuple[str, ...]) -> StateData:
         UnsupportedLeafError: names the leaf.
         InvalidArgumentError: an exclude pattern is wrong or selects nothing.
     """
+    if isinstance(state, StateData):  # collected in a callback of a traced function
+        return _leave_out(state, exclude)
     flat = flatten_state(state)
     left_out = select_names(exclude, list(flat.leaves), argument="exclude")
     leaves = {name: x for name, x in flat.leaves.items() if name not in left_out}
@@ -61,6 +69,16 @@ def collect_state(state: Any, exclude: tuple[str, ...]) -> StateData:
             for name, spec in layout.items()
             if spec.payload_dtype
         },
+    )
+
+
+def _leave_out(data: StateData, exclude: tuple[str, ...]) -> StateData:
+    """Leave leaves out of a state that was collected before."""
+    gone = select_names(exclude, list(data.layout), argument="exclude")
+    return StateData(
+        layout={n: item for n, item in data.layout.items() if n not in gone},
+        values={n: item for n, item in data.values.items() if n not in gone},
+        sources={n: item for n, item in data.sources.items() if n not in gone},
     )
 
 

@@ -42,6 +42,10 @@ _KEY_IMPLS = (
     *("threefry2x32", "rbg", "unsafe_rbg"),
     *("threefry4x32", "philox2x32", "philox4x32"),
 )
+OUTSIDE_TRACES = (
+    "outside jit, vmap, grad and scan, or use what is made for the inside: "
+    "ajaxckpt.scan.make_saver, and ajaxckpt.scan.scan_in_chunks"
+)
 _ARRAYS = (
     *(np.ndarray, np.generic, jax.Array),
     *(np.random.Generator, np.random.RandomState),
@@ -133,7 +137,7 @@ def describe_leaf(name: str, leaf: Any) -> LeafSpec:
         UnsupportedLeafError: no kind of leaf that a checkpoint can hold.
     """
     if isinstance(leaf, Tracer):
-        hint = "call it outside jit, vmap, grad and scan"
+        hint = f"call it {OUTSIDE_TRACES}"
         raise _refuse(name, "a tracer: the call stands inside a traced function", hint)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return _describe_array(name, leaf, "jax")

@@ -18,7 +18,7 @@ LAYERS = [
     ["_format", "_parsing"],
     ["_leaves", "_tree", "_places", "_device_arrays", "_placement"],
     ["_paths", "_files", "_directories"],
-    ["_writer", "_leaf_file", "_reader"],
+    ["_writer", "_leaf_file", "_reader", "_seed_leaves"],
     ["_templates", "_drafts", "_scopes", "_verbs", "_moves", "_axes"],
     ["_entries", "_rules", "_migrations", "_applying"],
     ["_opening", "_migrating", "_derived"],
@@ -28,6 +28,7 @@ LAYERS = [
     ["_retention", "_schedule", "_overrides", "_resume_config", "_host_rng"],
     ["_measuring"],
     ["_signals", "_background", "_preflight", "_snapshot", "_background_saves"],
+    ["_traced_saves"],
     ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
     ["_run_saving", "_run_restoring"],
     ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
@@ -42,6 +43,7 @@ CLI = [
 JAX_MODULES = {
     *("_leaves", "_tree", "_places", "_device_arrays", "_placement", "_checkpoint"),
     *("_skeletons", "_adoption", "_run_restoring", "_run_steps", "_background_saves"),
+    "_traced_saves",
     *("_trials", "_fresh_process", "_sensitivity"),
 }
 

@@ -22,6 +22,7 @@ from strategies import Mode, Name, bent, plus, to_jax, to_weak
 
 from ajaxckpt import (
     LayoutMismatchError,
+    Run,
     UnsupportedLeafError,
     plan_restore,
     restore_into,
@@ -449,8 +450,10 @@ def test_tracers_are_refused_by_name(tmp_path: Path) -> None:
         save_checkpoint({"actor": {"w": w}}, path)
         return w
 
-    with pytest.raises(UnsupportedLeafError, match=r"actor\.w: a tracer"):
+    with pytest.raises(UnsupportedLeafError, match=r"actor\.w: a tracer") as raised:
         step(jnp.ones(3))
+    assert "scan.make_saver" in raised.value.hint
+    assert "scan.scan_in_chunks" in raised.value.hint
     with pytest.raises(UnsupportedLeafError, match=r"actor\.w: a tracer"):
         jax.vmap(lambda w: save_checkpoint({"actor": {"w": w}}, path) and w)(
             jnp.ones(3)
@@ -470,8 +473,13 @@ def test_saving_and_restoring_under_a_trace_is_refused(tmp_path: Path) -> None:
         save(jnp.ones(()))
     assert inside(tmp_path) == []
     save_checkpoint(state, path)
-    with pytest.raises(UnsupportedLeafError, match="inside a traced function"):
+    with pytest.raises(UnsupportedLeafError, match="inside a traced function") as no:
         jax.jit(lambda: restore_into(state, path))()
+    assert "scan.make_saver" in no.value.hint
+    with Run(path.parent / "run") as run:
+        with pytest.raises(UnsupportedLeafError) as no:
+            jax.jit(lambda x: run.step({"w": x}, step=1) and x)(jnp.ones(3))
+    assert "scan.scan_in_chunks" in no.value.hint
 
 
 def test_donated_arrays_hint_at_the_order_of_calls(tmp_path: Path) -> None:
