@@ -1,6 +1,11 @@
 """Test settings: CPU with eight host devices, a strict JAX, slow tests on demand."""
 
 import os
+import signal
+
+# a shell's background job ignores Ctrl-C, and so would all that the tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

@@ -765,12 +765,7 @@ def test_ctrl_c_ends_watch_with_status_0_and_each_refresh_is_flushed():
     write(1)
     command = [sys.executable, "-m", "ajaxckpt", "watch", "r", "--interval", "1000"]
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        # a shell's background job ignores it, and so would what it starts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:
         bound = threading.Timer(60, process.kill)
         bound.start()
