@@ -305,7 +305,7 @@ def test_one_snapshot_at_most_waits_beside_the_one_being_taken(
     assert [report.waited_seconds for report in reports] == [0, 0, 10, 10, 10, 10]
     assert {report.snapshot_bytes for report in reports} == {20 * MB}
     assert counts == [0, 1, 1, 1, 1, 1]
-    assert 2 * 20 * MB < peak < 2 * 20 * MB + 5 * MB
+    assert 2 * 20 * MB < peak < 2 * 20 * MB + 15 * MB  # a third were 20 more
     gc.collect()
     assert tracemalloc.get_traced_memory()[0] - outside < MB
 
@@ -325,7 +325,7 @@ def test_free_saves_wait_for_the_disk_as_well(
     assert [save.result().step for save in saves] == [1, 2, 3, 4, 5, 6]
     assert slow.clock.now == 60
     assert counts == [0, 1, 1, 1, 1, 1]
-    assert 2 * 20 * MB < peak < 2 * 20 * MB + 5 * MB
+    assert 2 * 20 * MB < peak < 2 * 20 * MB + 15 * MB  # a third were 20 more
     _background_saves._worker.close()
     gc.collect()
     # also while the caller keeps what the calls returned
@@ -335,6 +335,7 @@ def test_free_saves_wait_for_the_disk_as_well(
 
 @pytest.mark.usefixtures("traced")
 def test_leaves_that_grow_leave_no_memory_of_their_old_shapes(tmp_path: Path) -> None:
+    jax.block_until_ready(jnp.ones(100_000))  # jax imports much when it first computes
     outside = tracemalloc.get_traced_memory()[0]
     with Run(tmp_path, keep=KeepLast(1), signals=()) as run:
         for step in range(1, 31):

@@ -306,7 +306,7 @@ def test_signals_between_all_lines_of_a_save_leave_it_whole(
 ) -> None:
     place = tmp_path / "run"
     process = nursery.start(
-        "sweep", place, times=times, background=background, first=1, by=41
+        "sweep", place, times=times, background=background, first=1, by=67
     )
     words = end_with(process, 0)
     assert words[-1][0] == "done" and len(words) > 20
