@@ -143,6 +143,7 @@ class Run:
         Raises:
             InvalidArgumentError: an argument is wrong.
         """
+        signals = one_or_several(signals)
         path = os.fspath(directory)
         path = path.decode() if isinstance(path, bytes) else path
         self.directory = resolve_path(path.rstrip("/") or path)
@@ -151,7 +152,7 @@ class Run:
                 save=refuse_other(save, SavePolicy, "save"),
                 keep=None if keep is None else check_keep(keep),
                 hold=hold,
-                tail=on_exit or signals != (),
+                tail=on_exit or bool(signals),
                 exclude=parse_patterns(exclude, "exclude"),
                 preflight=preflight,
             )
@@ -187,7 +188,7 @@ class Run:
                 saver=self._saver,
                 logs=one_or_several(logs),
                 make_steps=self._make_steps,
-                signals=one_or_several(signals),
+                signals=signals,
                 grace=grace,
                 on_exit=on_exit,
                 exit_code=exit_code,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def read_losses(directory: Path) -> list[tuple[Any, Any]]:
 
 def read_tensorboard(directory: Path, tag: str = "loss") -> list[tuple[int, float]]:
     """Read a curve as TensorBoard does."""
-    accumulator = pytest.importorskip(
+    accumulator = import_module(
         "tensorboard.backend.event_processing.event_accumulator"
     )
     events = accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0})
@@ -140,7 +141,7 @@ def test_the_hooks_are_log_hooks(example: Any, tmp_path: Path) -> None:
 def test_the_tensorboard_curve_of_a_killed_run_has_no_overlap_and_no_gap(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     run_killed(tmp_path / "killed", "--tensorboard")
     curve = read_tensorboard(tmp_path / "killed" / "tensorboard")
     assert curve == read_losses(tmp_path / "killed")
@@ -150,7 +151,7 @@ def test_the_tensorboard_curve_of_a_killed_run_has_no_overlap_and_no_gap(
 def test_tensorboard_files_of_one_second_are_read_in_their_order(
     example: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     log = example.TensorBoardLog(tmp_path)
     for attempt in range(5):
         log.resume("toy", attempt or None)
@@ -167,7 +168,7 @@ def test_tensorboard_files_of_one_second_are_read_in_their_order(
 def test_a_fresh_start_voids_the_whole_tensorboard_curve(
     example: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     log = example.TensorBoardLog(tmp_path)
     for value in (1.0, 2.0):
         log.resume("toy", None)
@@ -178,7 +179,7 @@ def test_a_fresh_start_voids_the_whole_tensorboard_curve(
 
 
 def test_a_torn_event_is_no_gap(example: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     log = example.TensorBoardLog(tmp_path)
     log.resume("toy", None)
     for step in range(1, 6):
@@ -196,7 +197,7 @@ def test_a_torn_event_is_no_gap(example: Any, tmp_path: Path) -> None:
 def test_what_tensorboard_was_given_before_a_sync_survives_a_kill(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     code = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from resumed_logs import TensorBoardLog\n"
@@ -212,7 +213,7 @@ def test_what_tensorboard_was_given_before_a_sync_survives_a_kill(
 def test_the_tensorboard_log_of_another_run_is_refused(
     example: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    import_module("tensorboardX")
     log = example.TensorBoardLog(tmp_path)
     log.resume("run-b", None)
     log.append(1, {"loss": 1.0})
@@ -255,7 +256,7 @@ def read_records(data: bytes) -> Iterator[bytes]:
 
 def read_wandb(file: Path) -> list[tuple[int, float]]:
     """Read a curve out of what wandb keeps for the service."""
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    messages = import_module("wandb.proto.wandb_internal_pb2")
     curve: list[tuple[int, float]] = []
     for data in read_records(file.read_bytes()):
         record = messages.Record()
@@ -272,7 +273,7 @@ def read_wandb(file: Path) -> list[tuple[int, float]]:
 def test_offline_the_last_wandb_log_of_a_killed_run_is_the_whole_curve(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("wandb")
+    import_module("wandb")
     run_killed(tmp_path / "killed", "--wandb")
     files = (tmp_path / "killed" / "wandb" / "wandb").glob("offline-run-*/*.wandb")
     found = sorted(files, key=lambda file: file.stat().st_ctime_ns)
@@ -286,7 +287,7 @@ def test_offline_the_last_wandb_log_of_a_killed_run_is_the_whole_curve(
 
 
 def test_a_wandb_run_of_another_id_that_is_open_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    import_module("wandb")
     prelude = f"import wandb; wandb.init(id='other', dir={str(tmp_path)!r})\n"
     done = run_code(prelude + KILLED, NEVER, tmp_path / "run", "--wandb")
     assert done.returncode == 1

@@ -310,4 +310,6 @@ def test_verify_beside_a_live_run_finds_nothing_that_is_none(
 
     monkeypatch.setattr(_opening, "verify_checkpoint", verify)
     assert main(["verify", str(tmp_path)]) == 0
-    assert "step-1" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step-2" in shown and "step-1" not in shown
+    assert "gone" not in shown and "paths" not in shown  # one file, no summary

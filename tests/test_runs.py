@@ -518,6 +518,17 @@ def test_runs_share_a_directory_unharmed(tmp_path: Path) -> None:
         open_run(tmp_path).list()
 
 
+def test_a_run_that_ended_before_its_first_save_keeps_its_id(tmp_path: Path) -> None:
+    with open_run(tmp_path) as run:
+        first = run.run_id
+    with open_run(tmp_path) as run:
+        assert run.run_id == first
+        run.step(state(1), step=1)
+    assert open_run(tmp_path).run_id == first
+    with open_run(tmp_path / "other") as run:
+        assert run.run_id != first
+
+
 def test_a_run_has_one_live_writer(tmp_path: Path) -> None:
     with open_run(tmp_path) as run:
         run.step(state(1), step=1)
