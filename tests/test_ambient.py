@@ -388,7 +388,8 @@ def test_one_tracer_among_many_leaves_is_named(tmp_path: Path) -> None:
         train(jnp.ones(3))
     assert str(caught.value).splitlines() == [
         f"{path}: cannot save: b.c: a tracer: the call stands inside a traced function",
-        "To mend: call it outside jit, vmap, grad and scan",
+        "To mend: call it outside jit, vmap, grad and scan, or use what is made for "
+        "the inside: ajaxckpt.scan.make_saver, and ajaxckpt.scan.scan_in_chunks",
     ]
     assert list(tmp_path.iterdir()) == []
 
