@@ -5,14 +5,16 @@ Knows what a checkpoint says of itself; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ajaxckpt._differences import Path, describe_difference, diff_plain
+from ajaxckpt._layout import LeafSpec
 from ajaxckpt._metadata import dump_json
 from ajaxckpt._migrations import Migrations
 from ajaxckpt._plain import Json, read_json
 from ajaxckpt._provenance import gather_provenance
+from ajaxckpt._roles import find_role
 
 _PASSING = ("time",)
 
@@ -51,3 +53,20 @@ def note_versions(
                 f"the file has layout version {version} of {dump_json(name)}, "
                 "a registry that migrations= does not pass"
             )
+
+
+def note_left_out(leaves: Iterable[tuple[str, LeafSpec]], why: str) -> Iterator[str]:
+    """Yield what it usually means that leaves do not come from the file.
+
+    Args:
+        leaves: their names and specs.
+        why: what was done with them instead.
+    """
+    lost: dict[str, list[str]] = {}
+    for name, spec in leaves:
+        role = find_role(name, spec)
+        if not role.is_unknown:
+            lost.setdefault(role.lost, []).append(name)
+    for meaning, names in lost.items():
+        more = f" and {len(names) - 1:,} more" if names[1:] else ""
+        yield f"{names[0]}{more}, {why}: {meaning}"

@@ -32,14 +32,25 @@ from ajaxckpt._migrating import (
 )
 from ajaxckpt._migrations import Migrations
 from ajaxckpt._names import relative_name, split_name
-from ajaxckpt._notes import note_config, note_provenance, note_versions
+from ajaxckpt._notes import (
+    note_config,
+    note_left_out,
+    note_provenance,
+    note_versions,
+)
 from ajaxckpt._patterns import top_level
 from ajaxckpt._placement import restore_leaves
 from ajaxckpt._places import LeafSource, Target
 from ajaxckpt._plan_table import plan_lines
 from ajaxckpt._progress import ignore_bytes, show_progress
 from ajaxckpt._reader import Checkpoint
-from ajaxckpt._skeletons import describe_skeleton, note_hyperparameters, refuse_abstract
+from ajaxckpt._roles import is_update_count
+from ajaxckpt._skeletons import (
+    describe_skeleton,
+    note_hyperparameters,
+    refuse_abstract,
+    spec_of,
+)
 from ajaxckpt._suggestions import suggest_rules
 from ajaxckpt._tree import FlatState, flatten_state, unflatten_state
 
@@ -122,10 +133,27 @@ class RestorePlan:
         checkpoint = self._checkpoint
         return (
             *self._notes,
+            *note_left_out(self._kept(), "kept as the skeleton's"),
+            *note_left_out(self._outside(), f"outside {self.subtree}"),
             *note_versions(checkpoint.layouts, self._registries),
             *note_config(checkpoint.config, self._config),
             *note_provenance(checkpoint.provenance),
         )
+
+    def _kept(self) -> list[tuple[str, LeafSpec]]:
+        leaves = self._skeleton.leaves
+        found = ((n, self._file.get(n) or spec_of(n, leaves.get(n))) for n in self.keep)
+        return [(name, spec) for name, spec in found if spec is not None]
+
+    def _outside(self) -> list[tuple[str, LeafSpec]]:
+        """Return the counts of optimisers that a restored part leaves in the file."""
+        if not self.subtree:
+            return []
+        return [
+            leaf
+            for leaf in self._checkpoint.layout.items()
+            if relative_name(leaf[0], self.subtree) is None and is_update_count(*leaf)
+        ]
 
     @property
     def suggestions(self) -> tuple[str, ...]:

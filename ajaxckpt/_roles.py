@@ -22,12 +22,14 @@ class Role:
         lost: what happens where one does not come back from a checkpoint.
         split: what it usually means where two calls leave another one than one call.
         is_downstream: whether it follows from the others, and so explains nothing.
+        is_unknown: whether this says no more than that it is a leaf.
     """
 
     name: str
     lost: str
     split: str
     is_downstream: bool = False
+    is_unknown: bool = False
 
 
 def _words(pattern: str) -> Callable[[str], bool]:
@@ -71,6 +73,18 @@ def _is_key(name: str, spec: LeafSpec) -> bool:
     return spec.kind == "key" or (_is_keyish(name) and (raw or _is_whole(spec)))
 
 
+def is_update_count(name: str, spec: LeafSpec) -> bool:
+    """Tell whether a leaf counts an optimiser's updates.
+
+    Example:
+        >>> spec = LeafSpec(kind="jax", dtype="int32")
+        >>> is_update_count("opt_state.0.count", spec), is_update_count("step", spec)
+        (True, False)
+    """
+    lowered = name.lower()
+    return _is_whole(spec) and _is_optimiser(lowered) and _is_counter(lowered)
+
+
 # the most telling first: what comes later differs because what comes earlier does
 _ROLES: tuple[tuple[Callable[[str, LeafSpec], bool], Role], ...] = (
     (
@@ -99,9 +113,7 @@ _ROLES: tuple[tuple[Callable[[str, LeafSpec], bool], Role], ...] = (
         ),
     ),
     (
-        lambda name, spec: (
-            _is_whole(spec) and _is_optimiser(name) and _is_counter(name)
-        ),
+        is_update_count,
         Role(
             name="an optimiser's count",
             lost="schedules and bias corrections of the optimiser start anew",
@@ -192,6 +204,7 @@ _OTHER = Role(
     lost="the run goes on from another state",
     split="it is set up again at every call",
     is_downstream=True,
+    is_unknown=True,
 )
 
 
@@ -215,3 +228,27 @@ def find_role(name: str, spec: LeafSpec) -> Role:
 def most_telling(leaves: Iterable[tuple[str, LeafSpec]]) -> str:
     """Return the name of the leaf that says most about why others differ too."""
     return min(leaves, key=lambda pair: _rank(*pair))[0]
+
+
+def lint_roles(leaves: Iterable[tuple[str, LeafSpec]]) -> tuple[str, ...]:
+    """Return what a training state of these leaves seems to lack.
+
+    Example:
+        >>> lines = lint_roles([("step", LeafSpec(kind="jax", dtype="int32"))])
+        >>> [line.split(":")[0] for line in lines]
+        ['no leaf is a PRNG key']
+    """
+    listed = [(name.lower(), spec) for name, spec in leaves]
+    notes: list[str] = []
+    if not any(_is_key(*leaf) for leaf in listed):
+        notes.append(
+            "no leaf is a PRNG key: random numbers that are drawn from elsewhere "
+            "are drawn a second time, or are others, after a restore"
+        )
+    counters = [leaf for leaf in listed if _is_discrete(leaf[1])]
+    if not any(_is_counter(name) for name, _ in counters):
+        notes.append(
+            "no leaf is a counter: schedules, evaluations and stop criteria that "
+            "count elsewhere start anew after a restore"
+        )
+    return tuple(notes)

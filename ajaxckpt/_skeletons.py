@@ -39,6 +39,14 @@ def describe_skeleton(flat: FlatState, keep: Patterns) -> Layout:
     }
 
 
+def spec_of(name: str, leaf: Any) -> LeafSpec | None:
+    """Describe a leaf of any kind, None where no checkpoint could hold it."""
+    try:
+        return describe_leaf(name, leaf)
+    except CheckpointError:
+        return None
+
+
 def refuse_abstract(flat: FlatState, names: Iterable[str], what: str) -> None:
     """Refuse to take from a skeleton what only its description is there of.
 

@@ -23,6 +23,7 @@ __all__ = [
     "assert_resume_equivalent",
     "assert_same_state",
     "find_insensitive_leaves",
+    "lint_state",
 ]
 
 Paths = str | os.PathLike[str]
@@ -244,6 +245,32 @@ def assert_same_state(
     from ajaxckpt._equivalence import assert_same
 
     assert_same(a, b, tolerance, ignore)
+
+
+def lint_state(state: Any) -> tuple[str, ...]:
+    """Return what a training state seems to lack, told by the names of its leaves.
+
+    A guess, for a look before the first long run: whether a run resumes exactly is
+    what ``assert_resume_equivalent`` tells.
+
+    Args:
+        state: the state, or a skeleton.
+
+    Returns:
+        One line each if no leaf is a PRNG key, and if none is a counter.
+
+    Raises:
+        UnsupportedLeafError: a leaf is of a kind that no checkpoint can hold.
+
+    Example:
+        >>> [line.split(":")[0] for line in lint_state({"w": jnp.ones(3), "step": 0})]
+        ['no leaf is a PRNG key']
+    """
+    from ajaxckpt._roles import lint_roles
+    from ajaxckpt._skeletons import describe_skeleton
+    from ajaxckpt._tree import flatten_state
+
+    return lint_roles(describe_skeleton(flatten_state(state), ()).items())
 
 
 def assert_files_restore(

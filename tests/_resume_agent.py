@@ -3,6 +3,7 @@
 Of a module of its own, so that a fresh process can import it.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -87,3 +88,8 @@ def advance_in_the_parent_only(state: dict[str, Any], n: int) -> dict[str, Any]:
     if "pytest" not in sys.modules:
         raise RuntimeError("no display in this process")
     return advance(state, n)
+
+
+def advance_logging_the_process(state: dict[str, Any], n: int) -> Any:
+    state, rows = advance_logging(state, n)
+    return state, [{**row, "speed": os.getpid()} for row in rows]

@@ -22,7 +22,7 @@ LAYERS = [
     ["_templates", "_drafts", "_scopes", "_verbs", "_moves", "_axes"],
     ["_entries", "_rules", "_migrations", "_applying"],
     ["_opening", "_migrating", "_derived"],
-    ["_differences", "_notes", "_skeletons", "_checks"],
+    ["_differences", "_roles", "_notes", "_skeletons", "_checks"],
     ["_tables", "_progress", "_plan_table", "_suggestions", "_adoption"],
     ["_plan", "_collecting", "_checkpoint", "_copying"],
     ["_retention", "_schedule", "_overrides", "_resume_config", "_host_rng"],
@@ -32,7 +32,7 @@ LAYERS = [
     ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
     ["_run_saving", "_run_restoring"],
     ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
-    ["_roles", "_advances", "_equivalence", "_trials", "_fresh_process"],
+    ["_advances", "_equivalence", "_trials", "_fresh_process"],
     ["_resume_runs", "_sensitivity"],
 ]
 CLI = [

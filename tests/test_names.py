@@ -138,7 +138,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(
-    "key, spelling", SPELLINGS, ids=lambda value: ascii(value)[:20]
+    "key, spelling", SPELLINGS, ids=[ascii(spelling)[:40] for _, spelling in SPELLINGS]
 )
 def test_each_kind_of_key_has_its_spelling(key, spelling):
     assert format_key(key) == spelling

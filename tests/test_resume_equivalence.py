@@ -23,6 +23,7 @@ from _resume_agent import (
     advance_by_hash,
     advance_in_the_parent_only,
     advance_logging,
+    advance_logging_the_process,
     make_skeleton,
 )
 from flax import nnx
@@ -532,6 +533,33 @@ def test_logs_may_be_columns_or_kept_elsewhere() -> None:
     assert kept == []
 
 
+def test_logs_that_only_the_checkpoint_changes_are_told() -> None:
+    beside = {"best": 0.0}
+
+    def learn(state: State, n: int) -> Any:
+        beside["best"] = max(beside["best"], float(state["step"] + n))
+        state = {"w": state["w"] + n, "step": state["step"] + n}
+        return state, [{"step": state["step"], "best": beside["best"]}]
+
+    def build() -> State:
+        beside["best"] = 0.0
+        return build_logged()
+
+    def restore(skeleton: State, path: str) -> State:
+        beside["best"] = 100.0
+        return restore_into(skeleton, path)
+
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, learn, total=8, split=3, restore=restore, compare_whole=False
+        )
+    )
+    assert message.startswith(
+        "the checkpoint changes it: the logs after the restore are others"
+    )
+    assert "logs.8.best" in message
+
+
 # --------------------------------------------------------------- fresh process
 
 
@@ -574,6 +602,21 @@ def test_what_only_another_process_shows_is_told() -> None:
     )
     assert "the fresh process ended with exit code 1" in message
     assert "no display in this process" in message
+
+
+@pytest.mark.slow
+def test_logs_that_only_another_process_changes_are_told() -> None:
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            make_skeleton,
+            advance_logging_the_process,
+            total=6,
+            split=3,
+            fresh_process=True,
+        )
+    )
+    assert message.startswith("the checkpoint changes it in a fresh process: the logs")
+    assert "logs.4.speed" in message
 
 
 def test_functions_that_no_process_can_import_are_refused_at_once() -> None:

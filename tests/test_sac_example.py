@@ -282,7 +282,12 @@ def temps(directory: Path) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_at_will_it_ends_where_the_unbroken_run_ends(tmp_path: Path) -> None:
+def test_killed_at_will_it_ends_where_the_unbroken_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as a cluster would have it: only the first process compiles
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     total, chunk, rng = 3_900, 150, random.Random(1)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     unbroken = run(SAC, *arguments(whole, total, chunk))

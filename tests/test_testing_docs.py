@@ -27,10 +27,7 @@ def test_every_block_runs_and_prints_what_the_page_shows(
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE, re.DOTALL)
     assert [kind for kind, _ in blocks] == [
         "python",
-        "python",
-        "text",
-        "python",
-        "text",
+        *("python", "text") * 3,
     ]
     names: dict[str, Any] = {"__name__": "page"}
     printed = ""
