@@ -150,7 +150,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
-_MODULES = ("optax_moves", "scan", "seeds", "testing")
+_MODULES = ("export", "optax_moves", "scan", "seeds", "testing")
 
 
 def __getattr__(name: str) -> object:

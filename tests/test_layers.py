@@ -34,6 +34,8 @@ LAYERS = [
     ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
     ["_advances", "_equivalence", "_trials", "_fresh_process"],
     ["_resume_runs", "_sensitivity"],
+    ["_normalisers", "_export_sources", "_export_json", "_exporting", "_policies"],
+    ["_programs", "_exported_function"],
 ]
 CLI = [
     *("_document", "_arguments", "_inspection", "_comparison"),
@@ -45,6 +47,7 @@ JAX_MODULES = {
     *("_skeletons", "_adoption", "_run_restoring", "_run_steps", "_background_saves"),
     "_traced_saves",
     *("_trials", "_fresh_process", "_sensitivity"),
+    *("_programs", "_exported_function", "_export_sources"),
 }
 
 
