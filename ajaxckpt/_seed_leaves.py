@@ -85,6 +85,10 @@ def choose_axes(layout: Layout, axis: Axes) -> dict[str, int]:
         if number is None or not _is_array(spec):
             continue
         rank = len(spec.shape)
+        if not hasattr(number, "__index__"):
+            raise InvalidArgumentError(
+                f"axis: expected a whole number, or patterns to them, found {number!r}"
+            )
         if not -rank <= number < rank:
             raise InvalidArgumentError(
                 f"{shown_name(name)}: {spec} has no axis {number}",

@@ -209,6 +209,8 @@ def test_seeds_that_disagree_on_the_step_are_named(tmp_path: Path) -> None:
         (True, AXIS, "expected indices, found True"),
         (0, {"shared": None}, "axes are not of one size"),
         (0, {"buffer": 5}, r"buffer: float32\[2,4,3\] has no axis 5"),
+        (0, {"buffer": "x"}, "axis: expected a whole number, .* found 'x'"),
+        (0, 1.5, "axis: expected a whole number, .* found 1.5"),
         (0, {"bufer": 1}, 'axis="bufer" selects no leaf'),
         (0, {"**": None}, "no leaf has a seeds axis"),
     ],
