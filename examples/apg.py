@@ -33,6 +33,7 @@ import optax
 from ajaxckpt import KeepLast, MetricsLog, Run, SaveEvery, state_digest
 
 START_AGAIN = 75  # the exit code after a request to stop: EX_TEMPFAIL
+EXAM_SEED = 1_000_003  # of all evaluations, and of no run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +207,14 @@ def train_chunk(
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(config: Config, params: Any, count: int) -> jax.Array:
     """Return the noiseless policy's mean return of each seed, at its count-th exam."""
+    key = jax.random.fold_in(jax.random.key(EXAM_SEED), count)
 
     def evaluate_seed(params: Any) -> jax.Array:
         def step(env_state: Pendulum, _: None) -> tuple[Pendulum, jax.Array]:
             mean = make_network(config).apply(params["actor"], observe(env_state))
             return step_envs(env_state, jnp.tanh(mean))
 
-        start = reset_envs(jax.random.key(count), config.eval_episodes)
+        start = reset_envs(key, config.eval_episodes)
         rewards = jax.lax.scan(step, start, None, config.episode_length)[1]
         return rewards.sum(0).mean()
 
@@ -264,6 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reset-optimizer", action="store_true")
     args = parser.parse_args(argv)
     config = Config(total_timesteps=args.total_timesteps)
+    lengths, size = (args.chunk, args.total_timesteps), config.rollout_size
+    if min(lengths) < 1 or any(n % size for n in lengths):
+        parser.error(f"--chunk and --total-timesteps: expected multiples of {size}")
     with Run(
         args.run,
         save=SaveEvery(steps=args.chunk),
@@ -274,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as run:
         start = run.restore_or_init(lambda: train(config, n_timesteps=0))
         state = start.state
+        for note in start.notes:  # of another total, say: it is part of the run
+            print(f"note: {note}")
         if args.reset_optimizer and start.restored:
             print(
                 f"the optimiser starts anew at step {start.step}; the learning rate "

@@ -32,6 +32,7 @@ from ajaxckpt import KeepLast, MetricsLog, Run, SaveEvery, state_digest
 
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
 START_AGAIN = 75  # the exit code after a request to stop: EX_TEMPFAIL
+EXAM_SEED = 1_000_003  # of all evaluations, and of no run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +165,7 @@ def update(config: Config, state: DQNState) -> DQNState:
     grads = jax.grad(loss_fn)(state.params)
     updates, opt_state = optax.adam(config.learning_rate).update(grads, state.opt_state)
     params = optax.apply_updates(state.params, updates)
-    target_params = optax.periodic_update(
-        params, state.target_params, state.step, config.target_every
-    )
-    return state.replace(
-        key=key, params=params, target_params=target_params, opt_state=opt_state
-    )
+    return state.replace(key=key, params=params, opt_state=opt_state)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -183,7 +179,11 @@ def train_chunk(
         step = state.step[0]  # all seeds are in step
         due = (step >= config.learning_starts) & (step % config.update_every == 0)
         update_all = jax.vmap(functools.partial(update, config))
-        return jax.lax.cond(due, update_all, lambda state: state, state)
+        state = jax.lax.cond(due, update_all, lambda state: state, state)
+        target_params = optax.periodic_update(
+            state.params, state.target_params, step, config.target_every
+        )
+        return state.replace(target_params=target_params)
 
     return jax.lax.fori_loop(0, n_timesteps, train_step, state)
 
@@ -206,7 +206,8 @@ def evaluate(config: Config, params: Any, count: int) -> jax.Array:
         start = (*ENV.reset(key_reset, ENV_PARAMS), jnp.bool_(True))
         return jax.lax.scan(step, start, keys)[1].sum()
 
-    keys = jax.random.split(jax.random.key(count), config.eval_episodes)
+    key = jax.random.fold_in(jax.random.key(EXAM_SEED), count)
+    keys = jax.random.split(key, config.eval_episodes)
     over_episodes = jax.vmap(episode, in_axes=(None, 0))
     return jax.vmap(over_episodes, in_axes=(0, None))(params, keys).mean(axis=1)
 
@@ -246,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=2_000, help="steps between saves")
     args = parser.parse_args(argv)
     config = Config(total_timesteps=args.total_timesteps)
+    if min(args.chunk, args.total_timesteps) < 1:
+        parser.error("--chunk and --total-timesteps: expected 1 at least")
     with Run(
         args.run,
         save=SaveEvery(steps=args.chunk),
@@ -254,7 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs=MetricsLog(f"{args.run}/metrics.csv"),
         exit_code=START_AGAIN,
     ) as run:
-        state = run.restore_or_init(lambda: train(config, n_timesteps=0)).state
+        start = run.restore_or_init(lambda: train(config, n_timesteps=0))
+        for note in start.notes:  # of another total, say: it is part of the run
+            print(f"note: {note}")
+        state = start.state
         while (left := config.total_timesteps - int(state.step[0])) > 0:
             state = train(config, min(args.chunk, left), state, log=run.log)
             run.step(state, step=state.step)

@@ -30,6 +30,7 @@ ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
 reset_envs = jax.vmap(ENV.reset, (0, None))
 step_envs = jax.vmap(ENV.step, (0, 0, 0, None))
 START_AGAIN = 75  # the exit code after a request to stop: EX_TEMPFAIL
+EXAM_SEED = 1_000_003  # of all evaluations, and of no run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,8 @@ def train_chunk(config: Config, state: PQNState, n: int, horizon: int) -> PQNSta
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(config: Config, state: PQNState, count: int) -> jax.Array:
     """Return the greedy policy's mean return of each seed, at its count-th exam."""
-    key_reset, key_steps = jax.random.split(jax.random.key(count))
+    key = jax.random.fold_in(jax.random.key(EXAM_SEED), count)
+    key_reset, key_steps = jax.random.split(key)
     keys_reset = jax.random.split(key_reset, config.eval_episodes)
     shape = ENV_PARAMS.max_steps_in_episode, config.eval_episodes
     start = (*reset_envs(keys_reset, ENV_PARAMS), jnp.ones(shape[1], bool))
@@ -260,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=8_192, help="steps between saves")
     args = parser.parse_args(argv)
     config = Config(total_timesteps=args.total_timesteps)
+    lengths, size = (args.chunk, args.total_timesteps), config.rollout_size
+    if min(lengths) < 1 or any(n % size for n in lengths):
+        parser.error(f"--chunk and --total-timesteps: expected multiples of {size}")
     with Run(
         args.run,
         save=SaveEvery(steps=args.chunk),
@@ -268,7 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs=MetricsLog(f"{args.run}/metrics.csv"),
         exit_code=START_AGAIN,
     ) as run:
-        state = run.restore_or_init(lambda: train(config, n_timesteps=0)).state
+        start = run.restore_or_init(lambda: train(config, n_timesteps=0))
+        for note in start.notes:  # of another total, say: it is part of the run
+            print(f"note: {note}")
+        state = start.state
         while (left := config.total_timesteps - int(state.step[0])) > 0:
             state = train(config, min(args.chunk, left), state, log=run.log)
             run.step(state, step=state.step)

@@ -537,8 +537,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1_000, help="steps between saves")
     parser.add_argument("--eval-episodes", type=int, default=10)
     args = parser.parse_args(argv)
-    if min(args.chunk, args.eval_episodes) < 1:
-        parser.error("--chunk and --eval-episodes must be at least 1")
+    if min(args.chunk, args.total_timesteps, args.eval_episodes) < 1:
+        parser.error(
+            "--chunk, --total-timesteps and --eval-episodes must be at least 1"
+        )
     return args
 
 

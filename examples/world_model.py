@@ -38,6 +38,7 @@ ENV, ENV_PARAMS = gymnax.make("Pendulum-v1")
 # fewer, longer steps: a plan of a few actions then reaches far enough to swing up
 ENV_PARAMS = ENV_PARAMS.replace(dt=0.1, max_steps_in_episode=100)
 START_AGAIN = 75  # the exit code after a request to stop: EX_TEMPFAIL
+EXAM_SEED = 1_000_003  # of all evaluations, and of no run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +265,10 @@ def evaluate(config: Config, params: Any, count: int) -> jax.Array:
     def episode(params: Any, key: jax.Array) -> jax.Array:
         def step(carry: Any, key: jax.Array) -> Any:
             carry, obs, env_state = carry
-            carry, action = act(config, params, carry, observe(obs), key, 0.0)
+            key_act, key_env = jax.random.split(key)
+            carry, action = act(config, params, carry, observe(obs), key_act, 0.0)
             obs, env_state, reward, *_ = ENV.step(
-                key, env_state, 2.0 * action[None], ENV_PARAMS
+                key_env, env_state, 2.0 * action[None], ENV_PARAMS
             )
             return (carry, obs, env_state), reward
 
@@ -276,7 +278,8 @@ def evaluate(config: Config, params: Any, count: int) -> jax.Array:
         start = (carry, *ENV.reset(key_reset, ENV_PARAMS))
         return jax.lax.scan(step, start, keys)[1].sum()
 
-    keys = jax.random.split(jax.random.key(count), config.eval_episodes)
+    key = jax.random.fold_in(jax.random.key(EXAM_SEED), count)
+    keys = jax.random.split(key, config.eval_episodes)
     over_episodes = jax.vmap(episode, in_axes=(None, 0))
     return jax.vmap(over_episodes, in_axes=(0, None))(params, keys).mean(axis=1)
 
@@ -320,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=500, help="steps between saves")
     args = parser.parse_args(argv)
     config = Config(total_timesteps=args.total_timesteps)
+    if min(args.chunk, args.total_timesteps) < 1:
+        parser.error("--chunk and --total-timesteps: expected 1 at least")
     with Run(
         args.run,
         save=SaveEvery(steps=args.chunk),
@@ -328,7 +333,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs=[MetricsLog(os.path.join(args.run, "metrics.csv"))],
         exit_code=START_AGAIN,
     ) as run:
-        state = run.restore_or_init(lambda: train(config, n_timesteps=0)).state
+        start = run.restore_or_init(lambda: train(config, n_timesteps=0))
+        for note in start.notes:  # of another total, say: it is part of the run
+            print(f"note: {note}")
+        state = start.state
         while (left := config.total_timesteps - int(state.step[0])) > 0:
             state = train(config, min(args.chunk, left), state, log=run.log)
             run.step(state, step=state.step)

@@ -5,6 +5,7 @@ belongs to the comparison. The rows are in example_agents.py.
 """
 
 import ast
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_agents import (
@@ -166,12 +168,12 @@ def test_schedules_run_over_the_total_not_over_the_call(agent: Agent) -> None:
         for horizon in (agent.total, 10 * agent.total)
     )
     assert int(near.step[0]) == int(far.step[0])
-    assert equal_parameters(near, same)
-    assert not equal_parameters(near, far)
+    assert equal(near.params, same.params)
+    assert not equal(near.params, far.params)
 
 
-def equal_parameters(a: Any, b: Any) -> bool:
-    pairs = zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True)
+def equal(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
@@ -264,6 +266,68 @@ def test_stopped_by_a_signal_and_started_again_it_ends_with_the_same_digest(
     assert capsys.readouterr().out == unbroken
     assert curve(stopped) == curve(whole)
     assert [row["step"] for row in curve(whole)][:2] == [every, 2 * every]
+
+
+@pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
+@pytest.mark.parametrize(
+    "arguments",
+    [("--chunk", "0"), ("--chunk", "-8"), ("--total-timesteps", "0")],
+    ids=" ".join,
+)
+def test_lengths_that_make_no_run_are_refused_before_there_is_one(
+    agent: Agent,
+    arguments: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        agent.module.main(["--run", str(tmp_path / "run"), *arguments])
+    assert left.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [a for a in AGENTS.values() if a.case.rollout > 1],
+    ids=lambda a: a.case.file,
+)
+def test_parts_of_a_rollout_are_refused_before_there_is_a_run(
+    agent: Agent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("--chunk", "--total-timesteps"):
+        with pytest.raises(SystemExit) as left:
+            agent.module.main(["--run", str(tmp_path / "run"), name, "1000001"])
+        assert left.value.code == 2
+    size = agent.module.Config().rollout_size
+    assert f"expected multiples of {size}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@each("evaluates")
+def test_another_total_is_told_since_schedules_run_over_it(
+    agent: Agent,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(agent.module, "Config", agent.small)
+    command = ["--run", str(tmp_path), "--chunk", "8", "--total-timesteps"]
+    with jax.numpy_rank_promotion("allow"):
+        assert agent.module.main([*command, "8"]) == 0
+        assert "note:" not in capsys.readouterr().out
+        assert agent.module.main([*command, "16"]) == 0
+    assert "note: config.total_timesteps: 8 then, 16 now" in capsys.readouterr().out
+
+
+def test_the_target_network_moves_at_its_steps_whenever_updates_come() -> None:
+    agent = AGENTS["dqn"]
+    config = dataclasses.replace(agent.config, update_every=3, target_every=10)
+    with jax.numpy_rank_promotion("allow"):
+        before = agent.module.train(config, 19)
+        at = agent.module.train(config, 1, initial_state=jax.tree.map(jnp.copy, before))
+    assert not equal(before.params, before.target_params)
+    assert equal(at.params, at.target_params)
 
 
 def curve(directory: Path) -> list[dict[str, Any]]:
