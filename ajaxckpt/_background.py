@@ -89,7 +89,11 @@ class Worker:
                 self._thread = None
             if self._thread is not None or not self._jobs:
                 return
-            thread = threading.Thread(target=self._run, name="ajaxckpt-save")
+            # else it takes after the thread that submits, and JAX's callbacks are
+            # called in daemons
+            thread = threading.Thread(
+                target=self._run, name="ajaxckpt-save", daemon=False
+            )
             self._thread = thread
             try:
                 thread.start()

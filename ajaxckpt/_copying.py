@@ -21,6 +21,7 @@ from ajaxckpt._errors import (
     error_context,
 )
 from ajaxckpt._layout import NUMBER_KINDS, TEXT_KINDS, Layout, LeafSpec, shown_name
+from ajaxckpt._metadata import EXPORT
 from ajaxckpt._migrating import migrate_layout
 from ajaxckpt._migrations import Migrations, as_registries, record_versions
 from ajaxckpt._opening import verify_checkpoint
@@ -64,7 +65,8 @@ def migrate_checkpoint(
     Raises:
         MigrationError: a rule cannot be applied, or needs a skeleton.
         LayoutMismatchError: the copy would not fit the skeleton.
-        InvalidArgumentError: something is at the new path already.
+        InvalidArgumentError: something is at the new path already, or the old file
+            is an export.
         CheckpointNotFoundError, NotACheckpointError, DamagedCheckpointError,
             NewerFormatError: the old file cannot be read.
 
@@ -84,11 +86,23 @@ def migrate_checkpoint(
             hint = "choose a path where nothing is"
             raise InvalidArgumentError(f"{new} is there already", hint=hint)
         with Checkpoint(old) as checkpoint:
+            _refuse_export(checkpoint)
             if skeleton is not None:
                 _check_fit(checkpoint, skeleton, registries)
             record = _write_copy(checkpoint, new, registries, _flatten(skeleton))
     verify_checkpoint(new)
     return record
+
+
+def _refuse_export(checkpoint: Checkpoint) -> None:
+    """Keep what cannot be resumed from becoming a checkpoint."""
+    if (sort := checkpoint.provenance.get(EXPORT)) is None:
+        return
+    raise InvalidArgumentError(
+        f"the file is an exported {sort}, no checkpoint",
+        hint="migrate the checkpoint and export again, or pass migrations= to "
+        "restore_into",
+    )
 
 
 def _flatten(skeleton: Any) -> _Skeleton | None:

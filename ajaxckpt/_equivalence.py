@@ -16,7 +16,13 @@ import numpy as np
 from ajaxckpt._collecting import collect_state
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._errors import InvalidArgumentError, error_context, render_message
-from ajaxckpt._layout import ARRAY_KINDS, TEXT_KINDS, LeafSpec, shown_name
+from ajaxckpt._layout import (
+    ARRAY_KINDS,
+    NUMBER_KINDS,
+    TEXT_KINDS,
+    LeafSpec,
+    shown_name,
+)
 from ajaxckpt._patterns import select_names
 from ajaxckpt._payload import Array, iter_payload
 from ajaxckpt._roles import find_role, most_telling
@@ -84,6 +90,7 @@ class LeafDifference:
         spec: the leaf's spec, the expected one where both have it.
         expected: the spec expected, or the first element that differs, as text.
         found: the same of what was found.
+        found_kind: the kind found, where it is not the one expected.
         elements: how many elements the leaf has.
         differing: how many of them differ.
         largest: the largest absolute difference; None where there is no number.
@@ -96,6 +103,7 @@ class LeafDifference:
     spec: LeafSpec
     expected: str
     found: str
+    found_kind: str = ""
     elements: int = 1
     differing: int = 1
     largest: float | None = None
@@ -179,6 +187,7 @@ def _diff_leaf(
             spec=expected.spec,
             expected=str(expected.spec),
             found=str(found.spec),
+            found_kind=found.spec.kind if problem == "kind" else "",
         )
     if expected.spec.payload_dtype and expected.spec.kind not in TEXT_KINDS:
         return _diff_elements(name, expected, found, tolerance)
@@ -426,9 +435,7 @@ def count_leaves(differences: Sequence[object], leaves: int) -> str:
 _SPEC_MEANINGS = {
     "missing": "one of the two was built by another configuration",
     "extra": "one of the two was built by another configuration",
-    "kind": "one holds it as a Python number or in numpy, the other in jax: a jitted "
-    "call would compile again",
-    "dtype": "one was computed at another precision",
+    "dtype": "one was computed at another precision, or converted",
     "shape": "one was built by another configuration, or a buffer grew",
     "weak type": "one lost or gained a weak type, as np.asarray or astype do: a jitted "
     "call would compile again",
@@ -436,14 +443,43 @@ _SPEC_MEANINGS = {
 }
 
 
+def _explain_kinds(expected: str, found: str) -> str:
+    """Say what it usually means that a leaf is of another kind."""
+    kinds = {expected, found}
+    host = {"numpy", "numpy scalar", *NUMBER_KINDS}
+    if "key" in kinds:
+        return (
+            "one holds a typed key, the other something else, such as the words of "
+            "one: jax.random.key makes the former, PRNGKey and key_data the latter"
+        )
+    if "jax" in kinds and kinds & host:
+        return (
+            "one holds it as a Python number or in numpy, the other in jax: a jitted "
+            "call would compile again"
+        )
+    if kinds <= NUMBER_KINDS:
+        return (
+            "one was computed or converted to another type of Python number: a jitted "
+            "call would compile again"
+        )
+    if kinds <= host:
+        return (
+            "one holds it in a numpy array, the other in a scalar: numpy's arithmetic "
+            "makes scalars of arrays without axes, and int() and .item() of both"
+        )
+    return "one holds data of another type: they were built or read by other code"
+
+
 def explain_states(differences: Sequence[LeafDifference]) -> str:
     """Say what it usually means that two states differ so."""
     name, spec = telling_leaf(differences)
-    problem = next(item.problem for item in differences if item.name == name)
+    item = next(item for item in differences if item.name == name)
     role = find_role(name, spec)
     what = f"{shown_name(name)} is {role.name}: "
-    if problem != "value":
-        return what + _SPEC_MEANINGS[problem]
+    if item.problem == "kind":
+        return what + _explain_kinds(spec.kind, item.found_kind)
+    if item.problem != "value":
+        return what + _SPEC_MEANINGS[item.problem]
     if all(item.is_rounding for item in differences):
         return "two programs that round differently, and no leaf that counts"
     return f"{what}if it is not the same, {role.lost}"

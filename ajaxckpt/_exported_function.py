@@ -9,27 +9,44 @@ Knows an exported program and what it takes; knows nothing of agents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.export
+import numpy as np
+from jax.core import Tracer
 
 from ajaxckpt._errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
     error_context,
 )
-from ajaxckpt._layout import LeafSpec, shown_name
-from ajaxckpt._leaves import describe_leaf
-from ajaxckpt._names import relative_name
-from ajaxckpt._programs import is_input, load_program, place_inputs, plain_input
+from ajaxckpt._grammar import clip
+from ajaxckpt._layout import X64_DTYPES, Layout, LeafSpec, shown_name
+from ajaxckpt._leaves import describe_leaf, enum_name, function_name
+from ajaxckpt._names import join_names, relative_name
+from ajaxckpt._plain import MAX_INT_BITS
+from ajaxckpt._programs import (
+    X64,
+    find_wide,
+    is_array,
+    load_program,
+    place_inputs,
+    plain_input,
+)
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._tables import show_count
 from ajaxckpt._tree import flatten_state
 
 PROGRAM = "program"
 PARAMETERS = "parameters"
+CONSTANTS = "constants"
+_NOTHING = "nothing"
+_SAME_AGENT = (
+    "pass parameters of the same agent; numbers, text and functions among them are "
+    "constants of the program: pass the same, or export the function again"
+)
 
 
 class ExportedFunction:
@@ -50,21 +67,19 @@ class ExportedFunction:
 
     def __init__(self, file: Checkpoint) -> None:
         """Read all of an open file."""
-        names = {relative_name(name, PARAMETERS): name for name in file}
-        names.pop(None, None)  # the program
-        arrays = file.read(list(file))
-        if not isinstance(arrays.get(PROGRAM), bytes):
+        leaves = file.read(list(file))
+        if not isinstance(leaves.get(PROGRAM), bytes):
             raise DamagedCheckpointError("the file holds no program")
         self._exported = load_program(
-            arrays.pop(PROGRAM), str(file.provenance.get("jax"))
+            leaves.pop(PROGRAM), str(file.provenance.get("jax"))
         )
         self._call = jax.jit(self._exported.call)
-        self._specs = {str(short): file.layout[name] for short, name in names.items()}
         self.inputs: Mapping[str, Any] = {
-            str(short): arrays[name] for short, name in names.items()
+            short: leaves[name] for short, name in _names_below(PARAMETERS, leaves)
         }
         _check_inputs(self._exported, self.inputs)
-        self._placed = place_inputs(self.inputs)
+        self._placed = place_inputs(self._exported, self.inputs)
+        self._accepted = _accepted_leaves(file.layout, leaves)
         self.platforms: tuple[str, ...] = tuple(self._exported.platforms)
         self.path = file.path
         self.step = file.step
@@ -77,8 +92,9 @@ class ExportedFunction:
 
         Args:
             obs: an observation of the example's form; where it was exported as a
-                batch, a batch of any size.
-            parameters: others than the file's, such as those of a later step.
+                batch, a batch of any size from 1.
+            parameters: others than the file's, such as those of a later step; all
+                that is no array must be the same, functions may be left out.
 
         Returns:
             What the function returns.
@@ -89,7 +105,7 @@ class ExportedFunction:
         with error_context(self.path, "cannot act"):
             inputs = self._placed
             if parameters is not None:
-                inputs = name_inputs(parameters, self._specs)
+                inputs = name_inputs(parameters, self._accepted)
             try:
                 return self._call(inputs, obs)
             except (TypeError, ValueError, NotImplementedError) as error:
@@ -121,35 +137,90 @@ def _form(value: Any) -> Any:
     return getattr(value, "dtype", None), getattr(value, "shape", None)
 
 
-def name_inputs(parameters: Any, expected: Mapping[str, LeafSpec]) -> dict[str, Any]:
+def _names_below(node: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    found = ((relative_name(name, node), name) for name in names)
+    return [(short, name) for short, name in found if short is not None]
+
+
+def _accepted_leaves(
+    layout: Layout, leaves: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Return how a leaf of other parameters may be spelled, the usual spelling first.
+
+    A random key comes as its words, too, and code can be left out.
+    """
+    accepted: dict[str, tuple[str, ...]] = {
+        short: (_spell(layout[name], None),)
+        for short, name in _names_below(PARAMETERS, leaves)
+    }
+    for short, name in _names_below(CONSTANTS, leaves):
+        spec, value = layout[name], leaves[name]
+        if short in accepted:
+            shape = layout[join_names(PARAMETERS, short)].shape[:-1]
+            key = LeafSpec(kind="key", key_impl=str(value), shape=shape)
+            accepted[short] = (str(key), *accepted[short])
+        else:
+            is_code = spec.kind == "function"
+            accepted[short] = (_spell(spec, value), *([_NOTHING] if is_code else ()))
+    return accepted
+
+
+def _spell(spec: LeafSpec, value: Any) -> str:
+    """Spell a leaf so that two of one spelling act alike: a constant by its value."""
+    if spec.kind == "key":
+        return str(spec)
+    if is_array(spec):
+        return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
+    if spec.kind in ("enum", "function"):
+        return f"{spec} {value}"
+    is_long = type(value) is int and value.bit_length() > MAX_INT_BITS
+    return f"{spec} {hex(value) if is_long else repr(value)}"
+
+
+def _spell_found(name: str, leaf: Any) -> str:
+    spec = _describe(name, leaf)
+    if spec.kind == "enum":
+        return _spell(spec, enum_name(name, leaf))
+    return _spell(spec, function_name(leaf) if spec.kind == "function" else leaf)
+
+
+def _describe(name: str, leaf: Any) -> LeafSpec:
+    """Return the spec of a leaf as a program would take it; it may be traced."""
+    is_traced = isinstance(leaf, Tracer)
+    spec = None if is_traced else describe_leaf(name, leaf)
+    if spec is not None and not isinstance(leaf, np.ndarray | np.generic):
+        return spec
+    dtype = leaf.dtype if is_traced else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return describe_leaf(name, jax.ShapeDtypeStruct(leaf.shape, dtype))
+
+
+def name_inputs(
+    parameters: Any, accepted: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
     """Flatten other parameters for a program.
 
     Raises:
-        InvalidArgumentError: they are not the program's in name, dtype or shape.
+        InvalidArgumentError: they are not the program's in name, dtype or shape, or
+            in the value of a constant.
     """
     leaves = flatten_state(parameters).leaves
-    arrays = {n: plain_input(x) for n, x in leaves.items() if is_input(n, x)}
-    found = {name: describe_leaf(name, array) for name, array in arrays.items()}
-    wrong = [
-        f"{shown_name(name)}: expected {_show_spec(expected.get(name))}, "
-        f"found {_show_spec(found.get(name))}"
-        for name in sorted(expected.keys() | found.keys())
-        if _show_spec(expected.get(name)) != _show_spec(found.get(name))
-    ]
+    found = {name: _spell_found(name, leaf) for name, leaf in leaves.items()}
+    wrong = {
+        name: (accepted.get(name, (_NOTHING,)), found.get(name, _NOTHING))
+        for name in sorted(accepted.keys() | found.keys())
+        if found.get(name, _NOTHING) not in accepted.get(name, (_NOTHING,))
+    }
     if wrong:
         fit = "does not fit" if len(wrong) == 1 else "do not fit"
         raise InvalidArgumentError(
             f"parameters: {show_count(len(wrong), 'leaf')} {fit} the function",
-            details=wrong,
-            hint="pass parameters of the same agent, or export the function again",
+            details=[
+                f"{shown_name(name)}: expected {clip(expected[0])}, found {clip(item)}"
+                for name, (expected, item) in wrong.items()
+            ],
+            hint=_SAME_AGENT,
         )
-    return arrays
-
-
-def _show_spec(spec: LeafSpec | None) -> str:
-    if spec is None:
-        return "nothing"
-    return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
+    return {n: plain_input(x) for n, x in leaves.items() if is_array(_describe(n, x))}
 
 
 def explain_call(
@@ -160,6 +231,8 @@ def explain_call(
     details = list(_compare_observation(flatten_state(arguments[1]).leaves, obs))
     if details:
         hint = "pass an observation such as that of export_function, as arrays"
+        if problem := find_wide(exported):
+            hint = f"{problem}: jax.config.update('{X64}', True)"
         problem = "the observation does not fit the function"
         return InvalidArgumentError(problem, details=details, hint=hint)
     if isinstance(error, NotImplementedError):
@@ -187,18 +260,18 @@ def _compare_observation(expected: Mapping[str, Any], obs: Any) -> Iterator[str]
         if len(known) == len(shape) and known and not known[0].isdigit():
             if shape[0] != "0":
                 sizes[known[0]] = known[0] = shape[0]
-        shown = _show_leaf(want, known), _show_leaf(have, shape)
+        shown = _show_leaf(want, known), _show_leaf(have, shape, as_passed=True)
         if shown[0] != shown[1]:
             where = f"obs.{name}" if name else "obs"
             yield f"{where}: expected {shown[0]}, found {shown[1]}"
 
 
-def _show_leaf(leaf: Any, shape: list[str]) -> str:
+def _show_leaf(leaf: Any, shape: list[str], *, as_passed: bool = False) -> str:
     if leaf is None:
         return "nothing"
     if not hasattr(leaf, "dtype"):
         return f"a {type(leaf).__name__}"
     dtype = leaf.dtype
-    if jax.dtypes.issubdtype(dtype, jax.numpy.number):
+    if as_passed and str(dtype) in X64_DTYPES:
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return f"{dtype}[{','.join(shape)}]"

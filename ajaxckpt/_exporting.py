@@ -22,14 +22,13 @@ from ajaxckpt._errors import (
     NotACheckpointError,
 )
 from ajaxckpt._export_json import check_beside, hash_file, json_path, render_json
-from ajaxckpt._metadata import Metadata
+from ajaxckpt._metadata import EXPORT, Metadata
 from ajaxckpt._paths import is_missing, resolve_path
 from ajaxckpt._plain import plain_config, plain_step
 from ajaxckpt._provenance import gather_provenance
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._writer import StateData, write_checkpoint
 
-MARK = "export"
 _LOADERS = {"policy": "load_policy", "function": "load_function"}
 
 
@@ -89,7 +88,7 @@ def write_export(
     _check_replaceable(target)
     check_beside(target)
     provenance = gather_provenance()
-    marks = {MARK: sort, **{f"{MARK}.{key}": _as_mark(said[key]) for key in said}}
+    marks = {f"{EXPORT}.{key}": _as_mark(value) for key, value in said.items()}
     metadata = Metadata(
         checkpoint_id=uuid.uuid4().hex,
         run_id=facts.run_id,
@@ -98,7 +97,7 @@ def write_export(
         metrics=facts.metrics,
         config=facts.config if config is None else plain_config(config),
         layouts=facts.layouts,
-        provenance={**provenance, **marks},
+        provenance={**provenance, EXPORT: sort, **marks},
     )
     written = write_checkpoint(target, data, metadata)
     record = ExportRecord(
@@ -134,7 +133,7 @@ def _check_replaceable(target: str) -> None:
     hint = "export to another path, or remove the file yourself"
     try:
         with Checkpoint(target) as there:
-            marked = MARK in there.provenance
+            marked = EXPORT in there.provenance
     except CheckpointNotFoundError:  # removed since, or a link to nowhere
         return
     except NotACheckpointError as error:
@@ -170,7 +169,7 @@ def open_export(path: str | os.PathLike[str], sort: str) -> Generator[Checkpoint
 
 
 def _check_sort(checkpoint: Checkpoint, sort: str) -> None:
-    found = checkpoint.provenance.get(MARK)
+    found = checkpoint.provenance.get(EXPORT)
     if found == sort:
         return
     is_one = "a checkpoint, no export" if found is None else f"an exported {found}"

@@ -24,7 +24,7 @@ import numpy as np
 
 from ajaxckpt._advances import is_pair
 from ajaxckpt._checkpoint import save_checkpoint
-from ajaxckpt._equivalence import Held
+from ajaxckpt._equivalence import Held, StateDifferenceError
 from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._layout import TEXT_KINDS
 from ajaxckpt._reader import Checkpoint
@@ -104,7 +104,7 @@ def run_errand(
         options: of ``Options``, as plain data.
 
     Raises:
-        AssertionError: the process failed; shows the end of what it said.
+        StateDifferenceError: the process failed; shows the end of what it said.
     """
     modules = sorted({module for module, _ in functions.values()})
     lines = ["import json, sys", "from ajaxckpt._fresh_process import do_errand"]
@@ -120,9 +120,12 @@ def run_errand(
         check=False,
     )
     if done.returncode:
-        raise AssertionError(
-            f"the fresh process ended with exit code {done.returncode}:\n"
-            f"{done.stderr[-_LONGEST_TAIL:]}"
+        raise StateDifferenceError(
+            "the checkpoint changes it in a fresh process: the fresh process ended "
+            f"with exit code {done.returncode}:\n{done.stderr[-_LONGEST_TAIL:]}",
+            meaning="the functions read what this process alone holds: a global, a "
+            "setting, an argument of the script",
+            hint="carry it in the state, or set it up in the module of the functions",
         )
 
 

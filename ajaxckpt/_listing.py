@@ -21,6 +21,7 @@ from ajaxckpt._errors import (
     NewerFormatError,
     NotACheckpointError,
 )
+from ajaxckpt._metadata import EXPORT
 from ajaxckpt._paths import is_missing
 from ajaxckpt._plain import MAX_STEP
 from ajaxckpt._reader import Checkpoint
@@ -172,7 +173,7 @@ def read_entry(path: str) -> RunEntry | None:
 
     Returns:
         None for one that is gone meanwhile, and for one that is none of a run's: it
-        has neither a step nor a run's name.
+        has neither a step nor a run's name, or it is an export.
     """
     try:
         with Checkpoint(path) as checkpoint:
@@ -206,6 +207,8 @@ def _describe_broken(path: str, error: Exception) -> RunEntry:
 
 
 def _describe(path: str, checkpoint: Checkpoint) -> RunEntry | None:
+    if EXPORT in checkpoint.provenance:  # it has a step, and cannot be resumed
+        return None
     name = read_name(os.path.basename(path))
     step = checkpoint.step
     if step is None:

@@ -15,6 +15,9 @@ from ajaxckpt._patterns import split_pattern
 from ajaxckpt._plain import FLOAT_TAG, MAX_STEP, Json, is_readable, read_json
 
 MAX_EXCLUDED = 10_000  # characters of all patterns together
+# in the provenance of a file that holds what acting needs, and is never resumed:
+# which sort it is; below it, such as ``export.parameters``, what else it says
+EXPORT = "export"
 _ID = re.compile("[!-~]{1,64}")
 _OTHER_IDS = ("run_id", "parent_id")
 

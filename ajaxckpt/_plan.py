@@ -22,6 +22,7 @@ from ajaxckpt._drafts import Draft
 from ajaxckpt._errors import InvalidArgumentError, LayoutMismatchError
 from ajaxckpt._layout import Layout, LeafSpec, Mismatch
 from ajaxckpt._leaves import function_name
+from ajaxckpt._metadata import EXPORT
 from ajaxckpt._migrating import (
     Origin,
     list_origins,
@@ -132,6 +133,7 @@ class RestorePlan:
         """What is worth knowing and changes no value: then and now."""
         checkpoint = self._checkpoint
         return (
+            *filter(None, [self._whole_of_export()]),
             *self._notes,
             *note_left_out(self._kept(), "kept as the skeleton's"),
             *note_left_out(self._outside(), f"outside {self.subtree}"),
@@ -139,6 +141,9 @@ class RestorePlan:
             *note_config(checkpoint.config, self._config),
             *note_provenance(checkpoint.provenance),
         )
+
+    def _whole_of_export(self) -> str:
+        return _advise_export(self._checkpoint, self.subtree) * bool(self.mismatches)
 
     def _kept(self) -> list[tuple[str, LeafSpec]]:
         leaves = self._skeleton.leaves
@@ -158,6 +163,8 @@ class RestorePlan:
     @property
     def suggestions(self) -> tuple[str, ...]:
         """Migration lines that may mend the mismatches; read them before use."""
+        if self._whole_of_export():
+            return ()
         found = [
             replace(item, name=file_name(self.subtree, item.name))
             for item in self.mismatches
@@ -199,7 +206,7 @@ class RestorePlan:
             DamagedCheckpointError: a leaf's bytes are not those written.
         """
         if self.mismatches:
-            raise _mismatch_error(self, self._checkpoint.excluded)
+            raise _mismatch_error(self, self._checkpoint)
         targets = [
             Target(
                 name=file_name(self.subtree, name),
@@ -343,7 +350,18 @@ def _note_functions(
     )
 
 
-def _mismatch_error(plan: RestorePlan, excluded: Sequence[str]) -> LayoutMismatchError:
+def _advise_export(checkpoint: Checkpoint, subtree: str) -> str:
+    """Say so where a whole state is asked of an export; else nothing."""
+    said = checkpoint.provenance
+    sort, node = said.get(EXPORT), said.get(f"{EXPORT}.parameters")
+    if sort is None or node == "" or subtree:
+        return ""
+    call = f"pass subtree={node!r}" if node else "pass it to load_function"
+    what = f"an exported {sort}, not a whole state"
+    return f"the file is {what}: {call}, or restore a checkpoint"
+
+
+def _mismatch_error(plan: RestorePlan, checkpoint: Checkpoint) -> LayoutMismatchError:
     mismatches = plan.mismatches
     total = len({*plan.names, *(item.name for item in mismatches)})
     verb = "does" if len(mismatches) == 1 else "do"
@@ -354,5 +372,6 @@ def _mismatch_error(plan: RestorePlan, excluded: Sequence[str]) -> LayoutMismatc
         path=plan.path,
         details=[str(item) for item in mismatches],
         mismatches=mismatches,
-        hint=advise(mismatches, plan.subtree, excluded, plan.suggestions),
+        hint=_advise_export(checkpoint, plan.subtree)
+        or advise(mismatches, plan.subtree, checkpoint.excluded, plan.suggestions),
     )

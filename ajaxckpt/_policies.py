@@ -6,14 +6,17 @@ Knows files and names; loads jax only for a skeleton.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ajaxckpt._errors import DamagedCheckpointError, InvalidArgumentError
-from ajaxckpt._exporting import MARK
+from ajaxckpt._metadata import EXPORT
 from ajaxckpt._names import relative_name, split_name
 from ajaxckpt._reader import Checkpoint
+
+_INT = re.compile("-?[0-9]+")  # as names spell them: of other digits is a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ def read_policy(file: Checkpoint, parameters: Any, normaliser: Any) -> Policy:
         DamagedCheckpointError: bytes are not those written.
     """
     said = file.provenance
-    node, other = said.get(f"{MARK}.parameters"), said.get(f"{MARK}.normaliser")
+    node, other = said.get(f"{EXPORT}.parameters"), said.get(f"{EXPORT}.normaliser")
     if other is None and normaliser is not None:
         hint = "pass normaliser= to export_policy, and export again"
         problem = "the policy was exported without a normaliser"
@@ -102,5 +105,4 @@ def _read_segment(segment: str) -> int | str:
     """Return a key from its spelling in a name; unusual keys stay spelled."""
     if segment.startswith('"'):
         return str(json.loads(segment))
-    is_int = segment.lstrip("-").isdigit()
-    return int(segment) if is_int else segment
+    return int(segment) if _INT.fullmatch(segment) else segment

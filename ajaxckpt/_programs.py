@@ -21,10 +21,12 @@ import jax.export
 import numpy as np
 
 from ajaxckpt._errors import CheckpointError, InvalidArgumentError
-from ajaxckpt._layout import ARRAY_KINDS
+from ajaxckpt._layout import ARRAY_KINDS, X64_DTYPES, LeafSpec
 from ajaxckpt._leaves import describe_leaf, find_unsavable
+from ajaxckpt._names import join_names
 from ajaxckpt._tree import flatten_state, unflatten_state
 
+X64 = "jax_enable_x64"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _OBSERVATION = "pass an array as the environment gives it, or a dict of some"
 _INSTALL = "pip install 'ajaxckpt[export]', or flatbuffers alone"
@@ -37,11 +39,14 @@ class Program:
     Attributes:
         blob: the serialised StableHLO.
         inputs: the arrays it takes beside the observation, by leaf name.
+        constants: what else stood among the parameters, and went into the program; of a
+            random key, its implementation.
         platforms: where it runs.
     """
 
     blob: bytes
     inputs: Mapping[str, Any]
+    constants: Mapping[str, Any]
     platforms: tuple[str, ...]
 
 
@@ -90,8 +95,12 @@ def export_program(
             f"fn acts on {exported.nr_devices} devices",
             hint="pass what it closes over as parameters=, or bring it to one device",
         )
+    code = {name: leaf for name, leaf in flat.leaves.items() if name not in inputs}
     return Program(
-        blob=_serialize(exported), inputs=plain, platforms=tuple(exported.platforms)
+        blob=_serialize(exported),
+        inputs=plain,
+        constants={**code, **keys},
+        platforms=tuple(exported.platforms),
     )
 
 
@@ -150,7 +159,12 @@ def _is_key(leaf: Any) -> bool:
 
 def is_input(name: str, leaf: Any) -> bool:
     """Tell arrays from what is code here: functions, static numbers, strings."""
-    return describe_leaf(name, leaf).kind in (*ARRAY_KINDS, "key")
+    return is_array(describe_leaf(name, leaf))
+
+
+def is_array(spec: LeafSpec) -> bool:
+    """Tell whether a leaf is an input of a program."""
+    return spec.kind in (*ARRAY_KINDS, "key")
 
 
 def plain_input(leaf: Any) -> Any:
@@ -235,17 +249,29 @@ def _is_here(platform: str) -> bool:
         return False
 
 
-def place_inputs(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def find_wide(exported: Any) -> str:
+    """Return what a program takes of 64 bits while JAX is set to 32; else nothing."""
+    (arrays, obs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    takes = {name or "its parameters": aval for name, aval in arrays.items()}
+    for name, aval in flatten_state(obs).leaves.items():
+        takes[join_names("obs", name)] = aval
+    for name, aval in takes.items():
+        dtype = str(aval.dtype)
+        if dtype in X64_DTYPES and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+            return (
+                f"the function acts with {dtype} ({name}), which {X64} turns off here"
+            )
+    return ""
+
+
+def place_inputs(exported: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Bring the inputs of a program to the device, uncommitted.
 
     Raises:
-        CheckpointError: they are of 64 bits, and JAX is set to 32.
+        CheckpointError: it takes some of 64 bits, and JAX is set to 32.
     """
-    for name, array in arrays.items():
-        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            raise CheckpointError(
-                f"the function acts with {array.dtype} ({name or 'its parameters'}), "
-                "which jax_enable_x64 turns off here",
-                hint="jax.config.update('jax_enable_x64', True) before loading it",
-            )
-    return {name: jax.numpy.asarray(array) for name, array in arrays.items()}
+    if problem := find_wide(exported):
+        hint = f"jax.config.update('{X64}', True) before loading it"
+        raise CheckpointError(problem, hint=hint)
+    with jax.transfer_guard("allow"):
+        return {name: jax.numpy.asarray(array) for name, array in arrays.items()}

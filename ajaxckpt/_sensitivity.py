@@ -20,13 +20,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from ajaxckpt._advances import plan_cuts
-from ajaxckpt._equivalence import Held, Record, capture_state, diff_records
+from ajaxckpt._equivalence import (
+    Held,
+    LeafDifference,
+    Record,
+    StateDifferenceError,
+    capture_state,
+    diff_records,
+)
 from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._layout import shown_name
 from ajaxckpt._patterns import select_names
+from ajaxckpt._resume_runs import (
+    refuse_chance,
+    refuse_lost_static,
+    refuse_other_starts,
+    restore_new,
+)
 from ajaxckpt._roles import find_role
-from ajaxckpt._tree import flatten_state, unflatten_state
-from ajaxckpt._trials import Trial, record_rows, run_trial
+from ajaxckpt._tree import FlatState, flatten_state, unflatten_state
+from ajaxckpt._trials import (
+    Outcome,
+    Static,
+    Trial,
+    build_skeleton,
+    describe_static,
+    record_rows,
+    run_trial,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +88,7 @@ def find_sensitivity(
     if more:
         raise InvalidArgumentError(f"split={split!r}: expected one place")
     probe = _Probe(trial, total, cut, directory)
+    probe.refuse_blindness()
     chosen = _choose_groups(groups, list(probe.middle))
     noticed: dict[str, str] = {}
     unnoticed: list[str] = []
@@ -107,8 +129,7 @@ class _Probe:
         self._trial, self._targets = trial, (cut, total)
         self._done = 0
         # functions and places of every state to come; its leaves are never donated
-        self._skeleton = trial.make_skeleton()
-        self._start = capture_state(self._skeleton)
+        self._skeleton, self._start = build_skeleton(trial)
         self.middle: dict[str, Held] = {}
         self._files = [
             os.path.join(directory, f"{name}.safetensors")
@@ -116,10 +137,9 @@ class _Probe:
         ]
         os.makedirs(directory, exist_ok=True)  # save= may be the user's own
         trial.save(self._skeleton, self._files[0])
-        begin = trial.make_skeleton()
-        outcome = run_trial(
-            trial, begin, self._targets, self._hand_over, label="in memory"
-        )
+        self._start_static: dict[str, Static] = {}
+        self._middle_static: dict[str, Static] = {}
+        self._memory = outcome = self._run_in_memory()
         if len(outcome.parts) < 2:
             problem = f"split={cut}: the first call went as far as total={total}"
             raise InvalidArgumentError(problem, hint="choose a larger total")
@@ -127,11 +147,64 @@ class _Probe:
         self._end = outcome.end
         self._rows = record_rows(outcome.parts[1].rows)
 
+    def _run_in_memory(self) -> Outcome:
+        begin, record = build_skeleton(self._trial)
+        refuse_other_starts(self._start, record)
+        self._start_static = describe_static(begin)
+        return run_trial(
+            self._trial, begin, self._targets, self._hand_over, label="in memory"
+        )
+
     def _hand_over(self, state: Any, cut: int) -> Any:
         del cut
         self.middle = capture_state(state)
+        self._middle_static = describe_static(state)
         self._trial.save(state, self._files[1])
         return state
+
+    def refuse_blindness(self) -> None:
+        """Refuse a run that ends otherwise with nothing reset: it would show nothing.
+
+        Raises:
+            StateDifferenceError: says whose fault that is.
+        """
+        restored = self._restore(1)
+        refuse_lost_static(
+            self._start_static,
+            self._middle_static,
+            describe_static(unflatten_state(restored, restored.leaves)),
+            place=f"{self._targets[0]} of {self._targets[1]}",
+        )
+        found = self._compare(self._go_on(restored, restored.leaves, "nothing"))
+        if not found:
+            return
+        refuse_chance(self._memory, self._run_in_memory(), "two equal runs in memory")
+        raise StateDifferenceError(
+            "the checkpoint changes it: nothing was reset, and the end is another",
+            differences=found,
+            meaning="every leaf was restored as it was saved, so something outside "
+            "the state takes part: a global, a host generator, a closure",
+            hint="mend what assert_resume_equivalent finds first",
+        )
+
+    def _restore(self, file: int) -> FlatState:
+        skeleton, path = self._skeleton, self._files[file]
+        return flatten_state(restore_new(self._trial, skeleton, path))
+
+    def _go_on(
+        self, middle: FlatState, leaves: Mapping[str, Any], label: str
+    ) -> Outcome:
+        return run_trial(
+            self._trial,
+            unflatten_state(middle, leaves),
+            self._targets,
+            done=self._done,
+            label=f"with {label} reset",
+        )
+
+    def _compare(self, outcome: Outcome) -> list[LeafDifference]:
+        found = diff_records(self._end, outcome.end)
+        return found + diff_records(self._rows, record_rows(outcome.parts[0].rows))
 
     def changed(self, names: Sequence[str]) -> bool:
         """Tell whether any of the leaves is by now another than in the skeleton."""
@@ -145,26 +218,16 @@ class _Probe:
         Returns:
             What was another at the end, empty if nothing was.
         """
-        start, middle = (
-            flatten_state(self._trial.restore(self._skeleton, file))
-            for file in self._files
-        )
+        start, middle = self._restore(0), self._restore(1)
         leaves = dict(middle.leaves)
         for name in names:
             if name in start.leaves:
                 leaves[name] = _as_trained(start.leaves[name], leaves[name])
         try:
-            outcome = run_trial(
-                self._trial,
-                unflatten_state(middle, leaves),
-                self._targets,
-                done=self._done,
-                label=f"with {', '.join(map(shown_name, names[:3]))} reset",
-            )
+            label = ", ".join(map(shown_name, names[:3]))
+            found = self._compare(self._go_on(middle, leaves, label))
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        found = diff_records(self._end, outcome.end)
-        found += diff_records(self._rows, record_rows(outcome.parts[0].rows))
         own = [item for item in found if item.name in names]
         return (own or found)[0].name if found else ""
 

@@ -32,6 +32,7 @@ from ajaxckpt._layout import LeafSpec, storage_dtype
 from ajaxckpt._leaves import describe_leaf, leaf_data, scalar_value
 from ajaxckpt._payload import LeafData, whole_leaf
 from ajaxckpt._placement import is_traced
+from ajaxckpt._plain import plain_step
 from ajaxckpt._tree import flatten_state
 from ajaxckpt._writer import StateData
 
@@ -46,6 +47,22 @@ def is_inside_trace(*trees: Any) -> bool:
     """Tell whether a call stands inside a traced function, or was given its values."""
     leaves = jax.tree_util.tree_leaves(trees)
     return is_traced() or any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def refuse_parts() -> None:
+    """Refuse a call where the state of one device is all that is known.
+
+    The callback would be called once for each, and the last one would be kept.
+
+    Raises:
+        UnsupportedLeafError: the caller stands inside ``shard_map`` or ``pmap``.
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise UnsupportedLeafError(
+            "the call stands inside shard_map or pmap, where each device holds a part",
+            hint="save what the mapped function returns: map the step, and scan and "
+            "save around it",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +100,35 @@ def describe_traced(state: Any) -> TracedState:
         if not isinstance(leaf, Tracer):
             layout[name] = describe_leaf(name, leaf)
             if type(leaf) in _NUMBERS or isinstance(leaf, np.ndarray | np.generic):
-                leaf = jnp.asarray(leaf)
+                leaf = _as_array(name, leaf)
             if not isinstance(leaf, jax.Array):
                 constants[name] = leaf
                 continue
         layout[name] = spec = describe_leaf(name, _abstract(leaf))
         arrays[name] = jax.random.key_data(leaf) if spec.kind == "key" else leaf
     return TracedState(layout=layout, constants=constants, arrays=arrays)
+
+
+def _as_array(name: str, leaf: Any) -> Any:
+    """Return a number, or a numpy leaf, as the array it is inside a trace.
+
+    Raises:
+        UnsupportedLeafError: an integer has no place in its dtype there.
+    """
+    values = np.asarray(leaf)
+    if type(leaf) is int or values.dtype.kind in "iu":
+        dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", int))
+        if (found := find_beyond(values, dtype)) is not None:
+            hint = "set jax_enable_x64, or keep it out of the state"
+            raise UnsupportedLeafError(f"{name}: {found} is beyond {dtype}", hint=hint)
+    return jnp.asarray(leaf)
+
+
+def find_beyond(values: Any, dtype: Any) -> int | None:
+    """Return an integer that a dtype has no place for; None if there is none."""
+    limits = np.iinfo(dtype)
+    ends = (int(values.min()), int(values.max())) if values.size else ()
+    return next((n for n in ends if not limits.min <= n <= limits.max), None)
 
 
 def _copy_leaf(name: str, spec: LeafSpec, array: Any) -> tuple[LeafSpec, LeafData]:
@@ -138,6 +177,8 @@ def hand_over(receive: Receive, due: Any, step: Any, arrays: Sequence[Any]) -> N
     rule below widens the values and makes the same call, one for all seeds. Only a
     call that is due brings the state to the host.
     """
+    values = (due, step, list(arrays))
+    dtypes = jax.tree_util.tree_map(lambda x: x.dtype, values)
 
     @custom_vmap
     def call(due: Any, step: Any, arrays: Any) -> tuple[()]:
@@ -148,14 +189,17 @@ def hand_over(receive: Receive, due: Any, step: Any, arrays: Sequence[Any]) -> N
         return ()
 
     def widen(size: int, batched: Any, *args: Any) -> tuple[tuple[()], tuple[()]]:
-        def full(x: Any, has_axis: bool) -> Any:
-            return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+        def full(x: Any, dtype: Any, has_axis: bool) -> Any:
+            if has_axis:
+                return x
+            x = jnp.asarray(x, dtype)  # a constant may come as a Python number
+            return jnp.broadcast_to(x, (size, *x.shape))
 
-        call(*jax.tree_util.tree_map(full, args, tuple(batched)))
+        call(*jax.tree_util.tree_map(full, args, dtypes, tuple(batched)))
         return (), ()
 
     call.def_vmap(widen)
-    call(due, step, list(arrays))
+    call(*values)
 
 
 def as_due(due: Any) -> Any:
@@ -175,14 +219,28 @@ def as_steps(step: Any) -> Any:
     """Return the step as an integer array, on its way out of a trace.
 
     Raises:
-        InvalidArgumentError: it holds no integers, or too large ones.
+        InvalidArgumentError: it holds no integers; or it is known already, and is
+            negative, too large, or not one.
     """
-    array = check_steps(jnp.asarray(step))
-    largest = np.iinfo(array.dtype).max
-    if not isinstance(step, Tracer) and np.any(np.asarray(step) > largest):
+    if isinstance(step, Tracer):
+        return check_steps(step)
+    number = number_of(step)
+    dtype = jax.dtypes.canonicalize_dtype(getattr(step, "dtype", int))
+    if find_beyond(np.asarray(number), dtype) is not None:
         hint = "set jax_enable_x64, or count in larger units"
-        raise InvalidArgumentError(f"step: {step} is beyond {array.dtype}", hint=hint)
-    return array
+        raise InvalidArgumentError(f"step: {number} is beyond {dtype}", hint=hint)
+    return jnp.asarray(number, dtype)
+
+
+def number_of(step: Any) -> int:
+    """Return a step that is known as the one number it is.
+
+    Raises:
+        InvalidArgumentError: it holds no integers, or not one that is a step.
+    """
+    if type(step) is int:
+        return read_steps([step])
+    return read_steps(check_steps(np.asarray(step)))
 
 
 def check_steps(array: Any) -> Any:
@@ -214,11 +272,13 @@ def read_steps(step: Any) -> int:
     """Return the one step of all seeds.
 
     Raises:
-        InvalidArgumentError: they disagree; names the steps.
+        InvalidArgumentError: they disagree, or it is negative or too large; names
+            the steps.
     """
-    steps = [int(value) for value in np.unique(np.asarray(step))]
+    steps = sorted({int(value) for value in np.ravel(step)})
     if len(steps) > 1:
         raise disagreement(steps)
+    plain_step(steps[0])  # refuses what no file can hold
     return steps[0]
 
 

@@ -1,32 +1,36 @@
 """One run of a user's agent, part by part: where it ends, what it logged, its compiles.
 
-Knows jax and the user's functions; compares nothing.
+Knows jax and the user's functions, and what of a state is no leaf; compares nothing.
 """
 
 # jax's own annotations are partial
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import enum
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.tree_util import GetAttrKey, tree_flatten_with_path
 
 from ajaxckpt._advances import is_pair, read_answer, read_rows, row_step
 from ajaxckpt._checkpoint import restore_into, save_checkpoint
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._equivalence import Held, capture_state
-from ajaxckpt._errors import InvalidArgumentError
+from ajaxckpt._errors import InvalidArgumentError, UnsupportedLeafError
 from ajaxckpt._migrations import Migrations
-from ajaxckpt._tree import flatten_state
+from ajaxckpt._names import join_names
+from ajaxckpt._tree import flatten_state, name_entry
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+_DEEPEST = 20  # static data that holds itself
 
 
 class CompileCounter:
@@ -119,6 +123,25 @@ class Outcome:
     def logs(self) -> dict[str, Held]:
         """What the run logged."""
         return record_rows([row for part in self.parts for row in part.rows])
+
+
+def build_skeleton(trial: Trial) -> tuple[Any, dict[str, Held]]:
+    """Build a skeleton and record it.
+
+    Raises:
+        InvalidArgumentError: an array of it was donated by an earlier run.
+    """
+    skeleton = trial.make_skeleton()
+    try:
+        return skeleton, capture_state(skeleton)
+    except UnsupportedLeafError as error:
+        arrays = [x for x in jax.tree.leaves(skeleton) if isinstance(x, jax.Array)]
+        if not any(array.is_deleted() for array in arrays):
+            raise
+        raise InvalidArgumentError(
+            f"make_skeleton hands out what an earlier run was given: {error.problem}",
+            hint="build every array anew in make_skeleton, none beside it",
+        ) from error
 
 
 HandOver = Callable[[Any, int], Any]
@@ -234,3 +257,107 @@ def describe_places(state: Any) -> dict[str, str]:
         for name, leaf in flatten_state(state).leaves.items()
         if isinstance(leaf, jax.Array)
     }
+
+
+# ---------------------------------------------------------------- static data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """A value in a state's structure, by which a restore takes the skeleton's.
+
+    Attributes:
+        value: what is compared: plain data; functions and classes by their names.
+        shown: the value as text.
+    """
+
+    value: object
+    shown: str = field(compare=False)
+
+
+def describe_static(state: Any) -> dict[str, Static]:
+    """Return what a state holds in its nodes and not in leaves, and its functions.
+
+    Code that is built anew is the same code: functions are their names, and objects
+    without an equality of their own are their types.
+    """
+    found: dict[str, Static] = {}
+    _add_static(state, "", found)
+    return found
+
+
+def _add_static(node: Any, name: str, found: dict[str, Static]) -> None:
+    children, treedef = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    data = treedef.node_data()
+    if data is None:  # a leaf
+        if callable(node):
+            found[name] = _as_static(node)
+        return
+    keys = [path[0] for path, _ in children]
+    if is_dataclass(node) and all(isinstance(key, GetAttrKey) for key in keys):
+        below = {key.name for key in keys if isinstance(key, GetAttrKey)}
+        for item in fields(node):
+            if item.name not in below and hasattr(node, item.name):
+                value = getattr(node, item.name)
+                found[join_names(name, item.name)] = _as_static(value)
+    elif not isinstance(node, Mapping | list | tuple):  # keys are in the names
+        values = data[1] if isinstance(data[1], tuple) else (data[1],)
+        for number, value in enumerate(cast("tuple[Any, ...]", values)):
+            found[f"{name}<static {number}>"] = _as_static(value)
+    for key, (_, child) in zip(keys, children, strict=True):
+        _add_static(child, join_names(name, name_entry(key)), found)
+
+
+def _as_static(value: Any) -> Static:
+    try:
+        shown = repr(value)
+    except Exception:  # of a class of the user's
+        shown = type(value).__name__
+    return Static(value=_freeze(value), shown=shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opaque:
+    """An object that can be compared and not looked into."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return bool(self.value == cast("_Opaque", other).value)
+        except Exception:  # its own: no answer is no difference
+            return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _freeze(value: Any, depth: int = 0) -> object:
+    """Copy plain data so that a later write changes nothing, and -0.0 and NaN count."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, enum.Enum):
+        return (name, value.name)
+    if value is None or isinstance(value, int | str | bytes):
+        return (name, value)
+    if isinstance(value, float | complex):
+        return (name, repr(value))
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return (name, str(value.dtype), value.shape, value.tobytes())
+    if depth == _DEEPEST:
+        return name
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        pairs = ((_freeze(k, depth + 1), _freeze(v, depth + 1)) for k, v in items)
+        return (name, frozenset(pairs))
+    if isinstance(value, list | tuple):
+        entries = cast("Sequence[Any]", value)
+        return (name, tuple(_freeze(entry, depth + 1) for entry in entries))
+    if isinstance(value, Set):
+        members = cast("Set[Any]", value)
+        return (name, frozenset(_freeze(member, depth + 1) for member in members))
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, f.name, None) for f in fields(value) if f.compare]
+        return (name, tuple(_freeze(part, depth + 1) for part in parts))
+    if (called := getattr(value, "__qualname__", None)) is not None:
+        return (getattr(value, "__module__", ""), called)  # a function or a class
+    return name if type(value).__eq__ is object.__eq__ else (name, _Opaque(value))

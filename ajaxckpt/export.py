@@ -16,7 +16,7 @@ Without ajaxckpt, a function is called so::
 
     arrays = safetensors.numpy.load_file(path)
     program = jax.export.deserialize(bytearray(arrays.pop("program").tobytes()))
-    inputs = {name.removeprefix("parameters."): x for name, x in arrays.items()}
+    inputs = {n[11:]: x for n, x in arrays.items() if n.startswith("parameters")}
     action = program.call(inputs, obs)
 """
 
@@ -210,8 +210,10 @@ def export_function(
             lists and tuples.
         path: the file; an export there is replaced, and nothing else is.
         parameters: any pytree, such as ``(actor.params, normaliser)``; its arrays
-            travel beside the program, all else in it is code.
-        batched: whether the leading axis of the observation is a batch of any size.
+            travel beside the program, all else in it (numbers, text, functions) are
+            constants of the program.
+        batched: whether the leading axis of the observation is a batch, of any size
+            from 1.
         platforms: where it is to run, such as ``("cpu", "cuda")``; by default here.
         step: the training step.
         config: what the agent was trained with.
@@ -246,9 +248,11 @@ def export_function(
         program = export_program(
             fn, example_obs, parameters, batched=batched, platforms=platforms
         )
+        groups = {"parameters": program.inputs, "constants": program.constants}
         leaves: dict[str, Any] = {
-            join_names("parameters", name): leaf
-            for name, leaf in program.inputs.items()
+            join_names(group, name): leaf
+            for group, named in groups.items()
+            for name, leaf in named.items()
         }
         leaves["program"] = program.blob
         found = gather_state(leaves, Wanted(nodes={"": ""}))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import jax
 import numpy as np
@@ -28,11 +28,12 @@ from jax import lax
 
 from ajaxckpt._background import Worker
 from ajaxckpt._checkpoint import Registries, describe_save
-from ajaxckpt._collecting import collect_state, refuse_nothing, refuse_traced
+from ajaxckpt._collecting import collect_state, refuse_nothing
 from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
     BackgroundSaveError,
     InvalidArgumentError,
+    UnsupportedLeafError,
     error_context,
 )
 from ajaxckpt._paths import resolve_path
@@ -43,13 +44,14 @@ from ajaxckpt._traced_saves import (
     TracedState,
     as_due,
     as_steps,
-    check_steps,
     copy_arrays,
     describe_traced,
     hand_over,
     is_inside_trace,
+    number_of,
     read_due,
     read_steps,
+    refuse_parts,
 )
 from ajaxckpt._writer import StateData, write_checkpoint
 
@@ -69,7 +71,8 @@ class Scanned(NamedTuple):
     """What ``scan_in_chunks`` returns.
 
     Attributes:
-        carry: the carry after the last step.
+        carry: the carry after the last step: as ``lax.scan`` returns it, or, where
+            the run was asked to stop, as the next step takes it.
         ys: what the steps from ``start`` on returned, stacked as ``lax.scan`` does.
         step: how many steps are done; less than ``length`` where the run was asked
             to stop.
@@ -95,8 +98,16 @@ def scan_in_chunks(
     """Run a jitted ``lax.scan`` in chunks, with a save after each.
 
     The result is that of ``jax.jit(lambda c: lax.scan(body, c, xs, length))``, bit
-    for bit. All chunks of ``chunk`` steps are one compiled program, a shorter last
-    one is a second; a further call compiles anew.
+    for bit in chunks of two steps and more, also after going on from a carry that was
+    saved. XLA dissolves a loop of one step, the last chunk's too, and may then round
+    otherwise in the last place. All chunks of ``chunk`` steps are one compiled
+    program, a shorter last one is a second; a further call compiles anew. Under
+    ``jax.disable_jit`` nothing is compiled, as in a scan.
+
+    A scan sees its carry in the same types at every step, and returns it in those
+    that the body returns: where it takes a number strong-typed and returns it
+    weak-typed, another scan of that rounds otherwise. ``save`` and ``run`` are given
+    what the next step sees: go on from that.
 
     Args:
         body: as ``lax.scan`` takes it.
@@ -104,9 +115,11 @@ def scan_in_chunks(
             ``start``.
         length: the steps of the whole scan, those before ``start`` included.
         chunk: the steps from one save to the next.
-        xs: what ``lax.scan`` would scan over, of the whole scan.
+        xs: what ``lax.scan`` would scan over, of the whole scan: arrays of ``length``
+            rows, those before ``start`` included.
         start: how many steps the carry has behind it.
-        save: called after each chunk with the carry and the steps that are done.
+        save: called after each chunk with the carry, as the next step takes it, and
+            the steps that are done.
         run: an open Run: each chunk is reported to it, with the steps that are done
             (``save`` takes the place of that, if given), and it ends the scan early
             when it is asked to stop.
@@ -117,8 +130,8 @@ def scan_in_chunks(
         Carry, ys and the number of steps done.
 
     Raises:
-        InvalidArgumentError: a number is wrong.
-        UnsupportedLeafError: called inside a traced function.
+        InvalidArgumentError: a number is wrong, or ``xs`` is of another length.
+        UnsupportedLeafError: called inside a traced function, or with its values.
 
     Example:
         >>> body = lambda total, _: (total + 1.0, total)
@@ -130,8 +143,9 @@ def scan_in_chunks(
         (5.0, [0.0, 1.0, 2.0, 3.0, 4.0], [2, 4, 5])
     """
     with error_context(None, "cannot scan"):
-        refuse_traced("the scan is cut into chunks")
+        _refuse_traced(is_inside_trace(carry, xs))
         length, chunk, start = _check_numbers(length, chunk, start)
+        _check_xs(xs, length)
     programs = _Programs(body, carry, donate)
     pieces: list[Any] = []
     step = start
@@ -141,12 +155,24 @@ def scan_in_chunks(
         pieces.append(ys)
         step += size
         if save is not None:
-            save(carry, step)
+            save(programs.as_seen(carry), step)
         elif run is not None:
-            run.step(carry, step=step)
+            run.step(programs.as_seen(carry), step=step)
     if not pieces:
-        pieces.append(_no_steps(body, carry, _slice(xs, start, 0)))
+        carry, ys = programs.call(0, carry, _slice(xs, start, 0))
+        pieces.append(ys)
+    elif step < length:
+        carry = programs.as_seen(carry)
     return Scanned(carry=carry, ys=_join(pieces), step=step)
+
+
+def _refuse_traced(inside: bool) -> None:
+    if inside:
+        raise UnsupportedLeafError(
+            "the scan is cut into chunks inside a traced function",
+            hint="call it outside jit, vmap, grad and scan (a vmap goes into its "
+            "body), or save from inside with make_saver",
+        )
 
 
 def _check_numbers(length: int, chunk: int, start: int) -> tuple[int, int, int]:
@@ -161,6 +187,21 @@ def _check_numbers(length: int, chunk: int, start: int) -> tuple[int, int, int]:
     return length, chunk, start
 
 
+def _check_xs(xs: Any, length: int) -> None:
+    """Refuse what ``lax.scan`` would: a slice beyond the end gives other rows."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(xs)[0]:
+        if (shape := np.shape(leaf))[:1] != (length,):
+            name = f"xs{jax.tree_util.keystr(path)}"
+            raise InvalidArgumentError(
+                f"{name}: expected an array of {length} rows, found {list(shape)}",
+                hint="pass the xs of the whole scan, those before start included",
+            )
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))  # keys have none
+
+
 def _struct(leaf: Any) -> Any:
     """Return what a leaf is traced as, whatever becomes of it."""
     if not isinstance(leaf, jax.Array):
@@ -168,13 +209,17 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         leaf.shape,
         leaf.dtype,
-        weak_type=bool(getattr(leaf, "weak_type", False)),
+        weak_type=_is_weak(leaf),
         sharding=committed_sharding(leaf),
     )
 
 
+def _same(tree: Any) -> Any:
+    return tree
+
+
 class _Programs:
-    """The compiled scans of one body, all traced with the first carry's types.
+    """The compiled scans of one body, all traced with the types of the first carry.
 
     So is the unbroken scan: a carry that comes out of the body weak-typed would be
     traced differently, were it passed in anew.
@@ -183,22 +228,93 @@ class _Programs:
     def __init__(self, body: Any, carry: Any, donate: bool) -> None:
         self._body, self._donate = body, (0,) if donate else ()
         self._first = jax.tree_util.tree_map(_struct, carry)
+        self._seen: Any = None
+        self._promoted = False
         self._compiled: dict[int, Any] = {}
+        self._retyping: dict[Any, Any] = {}
 
     def call(self, size: int, carry: Any, xs: Any) -> tuple[Any, Any]:
         """Run so many steps."""
-        if (program := self._compiled.get(size)) is None:
-            scan = partial(lax.scan, self._body, length=size)
-            jitted = jax.jit(scan, donate_argnums=self._donate)
-            program = jitted.lower(self._first, xs).compile()
-            self._compiled[size] = program
-        return program(_place(carry, program), xs)
+        if size and cast("Any", jax.config).jax_disable_jit:
+            return lax.scan(self._body, carry, xs, length=size)
+        with jax.disable_jit(False):  # which a scan of no steps cannot do without
+            if (program := self._compiled.get(size)) is None:
+                program = self._compiled[size] = self._compile(size, xs)
+            if self._promoted:
+                carry = jax.tree_util.tree_map(_convert, carry, self._seen)
+            return program(_place(carry, program), xs)
+
+    def _compile(self, size: int, xs: Any) -> Any:
+        scan = partial(lax.scan, self._body, length=size)
+        jitted = jax.jit(scan, donate_argnums=self._donate)
+        traced = jitted.trace(self._first, xs)
+        inputs = jax.tree_util.tree_leaves((self._first, xs))
+        with error_context(None, "cannot scan"):
+            # beside its arguments: values of a trace that the body closes over
+            _refuse_traced(len(traced.jaxpr.in_avals) > len(inputs))
+        if self._seen is None:
+            self._settle(traced.out_info[0])
+            if self._promoted:
+                traced = jitted.trace(self._first, xs)
+        return traced.lower().compile()
+
+    def _settle(self, returned: Any) -> None:
+        """Find the types in which every step of the scan sees the carry.
+
+        ``lax.scan`` begins with a number of the type that the body turns it into.
+        """
+
+        def promote(leaf: Any, seen: Any, returned: Any) -> Any:
+            if seen.dtype == returned.dtype:
+                return leaf
+            self._promoted = True
+            place = committed_sharding(leaf)
+            return jax.ShapeDtypeStruct(seen.shape, returned.dtype, sharding=place)
+
+        seen = jax.eval_shape(_same, self._first)
+        self._first = jax.tree_util.tree_map(promote, self._first, seen, returned)
+        self._seen = jax.eval_shape(_same, self._first)
+
+    def as_seen(self, carry: Any) -> Any:
+        """Give a carry the weak types in which the next step of the scan sees it."""
+        if self._seen is None:  # without jit, each step sees what the last returned
+            return carry
+        leaves, treedef = jax.tree_util.tree_flatten(carry)
+        seen = map(_is_weak, jax.tree_util.tree_leaves(self._seen))
+        weak = {i: w for i, w in enumerate(seen) if w != _is_weak(leaves[i])}
+        if not weak:
+            return carry
+        retyped = self._retype([leaves[i] for i in weak], list(weak.values()))
+        for i, leaf in zip(weak, retyped, strict=True):
+            leaves[i] = leaf
+        return jax.tree_util.tree_unflatten(treedef, leaves)
+
+    def _retype(self, leaves: list[Any], weak: list[bool]) -> list[Any]:
+        """Copy arrays bit for bit into other weak types, through a program of those."""
+        places = tuple(map(committed_sharding, leaves))
+        if (program := self._retyping.get(places)) is None:
+            structs = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w, sharding=place)
+                for x, w, place in zip(leaves, weak, places, strict=True)
+            ]
+            with jax.disable_jit(False):
+                program = jax.jit(_same).lower(structs).compile()
+            self._retyping[places] = program
+        return program(leaves)
+
+
+def _convert(leaf: Any, seen: Any) -> Any:
+    if getattr(leaf, "dtype", None) == seen.dtype:
+        return leaf
+    return lax.convert_element_type(leaf, seen.dtype)
 
 
 def _place(carry: Any, program: Any) -> Any:
     """Bring a sharded carry to where a compiled program expects it."""
-    wanted = jax.tree_util.tree_leaves(program.input_shardings[0][0])
     leaves, treedef = jax.tree_util.tree_flatten(carry)
+    if not any(map(_is_sharded, leaves)):
+        return carry  # and ask for no shardings, which JAX mixes up with references
+    wanted = jax.tree_util.tree_leaves(program.input_shardings[0][0])
     if len(wanted) != len(leaves):  # what the body does not use
         return carry
     for place, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
@@ -208,6 +324,10 @@ def _place(carry: Any, program: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+
+
 def _slice(xs: Any, start: int, size: int) -> Any:
     def part(x: Any) -> Any:
         if isinstance(x, jax.Array):
@@ -215,10 +335,6 @@ def _slice(xs: Any, start: int, size: int) -> Any:
         return x[start : start + size]
 
     return jax.tree_util.tree_map(part, xs)
-
-
-def _no_steps(body: Any, carry: Any, xs: Any) -> Any:
-    return jax.jit(partial(lax.scan, body, length=0))(carry, xs)[1]
 
 
 def _join(pieces: list[Any]) -> Any:
@@ -358,12 +474,15 @@ class Saver:
                 brought to the host. A value, not a reason for ``lax.cond``.
 
         Raises:
-            UnsupportedLeafError: a leaf cannot be saved.
-            InvalidArgumentError: step or due is of the wrong type.
+            UnsupportedLeafError: a leaf cannot be saved; or the call stands inside
+                ``shard_map`` or ``pmap``.
+            InvalidArgumentError: step or due is of the wrong type, or step is negative
+                or too large.
             BackgroundSaveError: an earlier save failed.
         """
         self._raise_failure()
         with error_context(self._target.path, "cannot save"):
+            refuse_parts()
             if not is_inside_trace(state, step, due):
                 self._save_now(state, step, due)
                 return
@@ -377,7 +496,7 @@ class Saver:
         if not np.any(as_due(due)):
             return
         read_due(due)
-        number = read_steps(check_steps(np.asarray(step)))
+        number = number_of(step)
         data = collect_state(state, self._target.exclude)
         self._target.make_room()
         self._target.take(data, number)
@@ -475,7 +594,8 @@ def make_saver(
 
     JAX refuses a save in a ``lax.cond`` under ``vmap`` (pass ``due``), in a
     ``while_loop`` whose condition differs between seeds, and in what is
-    differentiated.
+    differentiated. A save inside ``shard_map`` or ``pmap`` is refused, since each
+    device holds a part there: save what the mapped function returns.
 
     Args:
         target: an open Run, whose policies then decide which of the steps that are due

@@ -11,7 +11,8 @@ some of them into a skeleton of so many; ``stack_seeds`` is its inverse on live 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from operator import index as as_index
@@ -28,7 +29,7 @@ from ajaxckpt._errors import InvalidArgumentError, error_context
 from ajaxckpt._layout import ARRAY_KINDS, LeafSpec, shown_name, storage_dtype
 from ajaxckpt._leaves import describe_leaf, find_unsavable
 from ajaxckpt._paths import resolve_path
-from ajaxckpt._patterns import parse_pattern
+from ajaxckpt._patterns import select_names
 from ajaxckpt._payload import Array, Part, iter_payload, whole_leaf
 from ajaxckpt._placement import restore_leaves
 from ajaxckpt._places import Target
@@ -44,6 +45,11 @@ from ajaxckpt._writer import digest_leaf
 
 __all__ = ["stack_seeds", "take_seeds"]
 
+_STEP = "**.step"
+# a variable of nnx has its value below its name
+_STEP_NAME = re.compile(r"(?:\A|\.)step(?:\.value)?\Z")
+_SHOWN_STEPS = 3
+
 State = TypeVar("State")
 
 
@@ -53,7 +59,7 @@ def take_seeds(
     seeds: int | Iterable[int],
     *,
     axis: Axes = 0,
-    step: str | None = "step",
+    step: Patterns | None = _STEP,
     verify: bool = True,
     keep: Patterns = (),
     ignore: Patterns = (),
@@ -75,8 +81,10 @@ def take_seeds(
             indices: it stays, in their order.
         axis: the seeds axis of every array; or patterns to axes, the later ones
             winning, None for what the seeds share. What no pattern selects has axis 0.
-        step: the pattern of the step counter, on which the seeds must agree where
-            several are taken and the state has it; None to let them differ.
+        step: patterns of the file's step counters, on which the seeds must agree where
+            several are taken: integers, or floats that are whole. By default those
+            of the leaves named ``step``, wherever they are; None to let the seeds
+            differ.
         verify: whether to read and check all bytes of the leaves.
         keep: patterns of leaves to take from the skeleton.
         ignore: patterns of the file's leaves to leave unread.
@@ -88,7 +96,8 @@ def take_seeds(
         A new pytree of the skeleton's structure, in the skeleton's place.
 
     Raises:
-        InvalidArgumentError: no such seed or axis, or the seeds disagree on the step.
+        InvalidArgumentError: no such seed or axis, the seeds disagree on the step, or
+            ``step`` selects no counter.
         LayoutMismatchError: what was taken does not fit the skeleton.
         DamagedCheckpointError: bytes that were checked are not those written.
 
@@ -113,7 +122,7 @@ def take_seeds(
             for name, place in axes.items()
         }
         checkpoint.choose(rows, checked=verify)
-        if keep_axis and step is not None:
+        if step is not None:
             _check_stored_steps(checkpoint, step, chosen)
         return restore_into(
             skeleton,
@@ -127,14 +136,17 @@ def take_seeds(
 
 def _choose(seeds: int | Iterable[int], count: int) -> tuple[tuple[int, ...], bool]:
     """Return the indices from the front, and whether the axis stays."""
-    several = isinstance(seeds, Iterable)
-    wanted = list(seeds) if several else [seeds]
+    # an array without axes says that it can be iterated, and cannot
+    several = isinstance(seeds, Iterable) and getattr(seeds, "ndim", 1) != 0
+    wanted = list(cast("Iterable[Any]", seeds)) if several else [seeds]
     numbers: list[int] = []
     for seed in wanted:
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        try:
+            number = as_index(cast("Any", None if isinstance(seed, bool) else seed))
+        except TypeError:
             problem = f"seeds: expected indices, found {seed!r}"
-            raise InvalidArgumentError(problem, hint="pass seeds=2 or seeds=[0, 3]")
-        number = as_index(seed)
+            hint = "pass seeds=2 or seeds=[0, 3]"
+            raise InvalidArgumentError(problem, hint=hint) from None
         if not -count <= number < count:
             problem = f"no seed {number}: the file holds {count} seeds"
             raise InvalidArgumentError(problem, hint=f"pass 0 … {count - 1}")
@@ -146,41 +158,103 @@ def _choose(seeds: int | Iterable[int], count: int) -> tuple[tuple[int, ...], bo
 
 
 def _check_stored_steps(
-    checkpoint: SeedCheckpoint, pattern: str, seeds: Sequence[int]
+    checkpoint: SeedCheckpoint, patterns: Patterns, seeds: Sequence[int]
 ) -> None:
-    for name in _step_names(checkpoint.layout, pattern):
-        if name in checkpoint.rows:
-            axis = checkpoint.rows[name].axis
-            values = np.moveaxis(checkpoint[name], axis, 0)
-            _refuse_other_steps(name, values, seeds)
+    def read(name: str) -> Any:
+        if (rows := checkpoint.rows.get(name)) is None:
+            return [checkpoint[name]] * len(seeds)
+        values = checkpoint[name]
+        return np.moveaxis(values, rows.axis, 0) if rows.keep_axis else [values]
+
+    _refuse_other_steps(checkpoint.layout, patterns, seeds, read)
 
 
-def _step_names(layout: Mapping[str, LeafSpec], pattern: str) -> list[str]:
-    matches = parse_pattern(pattern, "step").matches
+def _select_steps(layout: Mapping[str, LeafSpec], patterns: Patterns) -> list[str]:
+    """Return the names of what may count steps, as far as names and types tell."""
+    names = list(layout)
+    if patterns == _STEP:
+        selected = {name for name in names if _STEP_NAME.search(name)}
+    else:
+        selected = select_names(patterns, names, argument="step")
+    numbers = ARRAY_KINDS | {"int", "float"}
     return [
         name
-        for name, spec in layout.items()
-        if matches(name) and spec.kind in ARRAY_KINDS and "int" in spec.dtype
+        for name in names
+        if name in selected
+        and (spec := layout[name]).kind in numbers
+        and spec.dtype != "bool"
+        and "complex" not in spec.dtype
     ]
 
 
-def _refuse_other_steps(name: str, values: Any, seeds: Sequence[int]) -> None:
-    """Refuse seeds that are not at one step, naming each."""
-    steps = [np.unique(value).tolist() for value in values]
-    if all(found == steps[0] for found in steps):
+def _refuse_other_steps(
+    layout: Mapping[str, LeafSpec],
+    patterns: Patterns,
+    seeds: Sequence[int],
+    read: Callable[[str], Any],
+) -> None:
+    """Refuse seeds that are not at one step, naming each, and the counters.
+
+    Args:
+        layout: the leaves.
+        patterns: which of them count steps.
+        seeds: the seeds' indices.
+        read: returns a leaf's values, seed by seed.
+    """
+    if patterns == _STEP and len(seeds) == 1:
         return
+    steps = {name: _as_steps(read(name)) for name in _select_steps(layout, patterns)}
+    counters = {name: found for name, found in steps.items() if found is not None}
+    if not counters and patterns != _STEP:
+        problem = f"step={patterns!r} selects no counter"
+        hint = "name a leaf of whole numbers, or pass step=None"
+        raise InvalidArgumentError(problem, hint=hint)
+    apart = {
+        name: found
+        for name, found in counters.items()
+        if any(values != found[0] for values in found)
+    }
+    if not apart:
+        return
+    names = ", ".join(map(shown_name, apart))
+    others = [name for name in counters if name not in apart]
+    named = f"name the counter, step={others[0]!r}, " if others else ""
     raise InvalidArgumentError(
-        f"the seeds disagree on the step, {shown_name(name)}",
+        f"the seeds disagree on the step, {names}",
         details=[
-            f"seed {seed}: {', '.join(map(str, found))}"
-            for seed, found in zip(seeds, steps, strict=True)
+            f"seed {seed}: {_show_steps(apart, number)}"
+            for number, seed in enumerate(seeds)
         ],
-        hint="bring the seeds behind to the others' step, or pass step=None",
+        hint=f"bring the seeds behind to the others' step, {named}or pass step=None",
     )
 
 
+def _as_steps(values: Iterable[Any]) -> list[list[int]] | None:
+    """Return the whole numbers that each seed holds, None if any is not whole."""
+    steps: list[list[int]] = []
+    for value in values:
+        found = np.unique(np.asarray(value))
+        if not np.issubdtype(found.dtype, np.integer):
+            wide = found.astype(np.float64)
+            if not (np.isfinite(wide) & (wide == np.floor(wide))).all():
+                return None
+            found = wide
+        steps.append([int(number) for number in found])
+    return steps
+
+
+def _show_steps(apart: Mapping[str, Sequence[Sequence[int]]], number: int) -> str:
+    parts: list[str] = []
+    for name, found in apart.items():
+        steps = found[number]
+        shown = ", ".join(map(str, steps[:_SHOWN_STEPS]))
+        shown += ", …" if len(steps) > _SHOWN_STEPS else ""
+        parts.append(shown if len(apart) == 1 else f"{shown_name(name)} {shown}")
+    return "; ".join(parts)
+
+
 def stack_seeds(
-    states: Sequence[State], *, axis: Axes = 0, step: str | None = "step"
+    states: Sequence[State], *, axis: Axes = 0, step: Patterns | None = _STEP
 ) -> State:
     """Put states of single seeds together into one state of vmapped seeds.
 
@@ -191,8 +265,8 @@ def stack_seeds(
     Args:
         states: the states of the seeds, in their order; of one layout.
         axis: where the seeds axis goes, as in ``take_seeds``.
-        step: the pattern of the step counter, on which the seeds must agree where the
-            states have it; None to let them differ.
+        step: patterns of the step counters, on which the seeds must agree, as in
+            ``take_seeds``; None to let them differ.
 
     Returns:
         A new pytree; arrays lie where those of the first state do.
@@ -221,10 +295,12 @@ def stack_seeds(
         _refuse_unequal(flats, [n for n in layout if n not in stacked])
         source = _Stacks(flats, layouts[0], stacked)
         if step is not None:
-            for name in _step_names(layouts[0], step):
-                if name in stacked:
-                    values = [np.asarray(flat.leaves[name]) for flat in flats]
-                    _refuse_other_steps(name, values, range(len(flats)))
+            _refuse_other_steps(
+                layouts[0],
+                step,
+                range(len(flats)),
+                lambda name: [flat.leaves[name] for flat in flats],
+            )
         targets = [
             Target(name=name, spec=layout[name][0], like=_like(name, flats[0]))
             for name in stacked

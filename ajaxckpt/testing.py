@@ -67,7 +67,10 @@ def assert_resume_equivalent(
     *split in memory* (several calls, the state handed over), and *split through a
     checkpoint* (saved, and restored into a newly built skeleton). The whole run is
     made twice. The last two must agree bit for bit, weak types and compiles
-    included, whatever the agent; the first two to ``tolerance``.
+    included, whatever the agent; the first two to ``tolerance``. Where two differ,
+    the run in memory is made once more, to tell apart an agent that is not
+    deterministic. ``save`` must leave its state as it is, and what moves in a run must
+    be a leaf: static data that does is the new skeleton's after a restore.
 
     Args:
         make_skeleton: builds the state before the first step; called anew for every
@@ -104,7 +107,9 @@ def assert_resume_equivalent(
         AssertionError: two runs differ. It tells apart ``the agent is not
             deterministic``, ``splitting changes it`` and ``the checkpoint changes
             it``, and names the leaves, how far apart they are, and what that usually
-            means; ``.differences`` has them as data.
+            means; ``.differences`` has them as data. What was saved does not restore
+            into a new skeleton: the checkpoint changes it, and the cause is a
+            ``LayoutMismatchError``.
         InvalidArgumentError: an argument is wrong.
 
     Example:
@@ -159,7 +164,8 @@ def find_insensitive_leaves(
 
     Args:
         make_skeleton: as in ``assert_resume_equivalent``.
-        advance: as in ``assert_resume_equivalent``; called once more per reset.
+        advance: as in ``assert_resume_equivalent``; called once more per reset, and
+            once with nothing reset.
         total: as in ``assert_resume_equivalent``.
         split: where leaves are reset.
         groups: name to patterns: leaves to reset together. Each leaf by itself if
@@ -173,6 +179,11 @@ def find_insensitive_leaves(
         ``.noticed``, a mapping from leaf or group to the first leaf that then
         differs (its own where they do); ``.unnoticed``; and ``.unchanged``, those
         that are at the split what they are in the skeleton. It prints as a list.
+
+    Raises:
+        AssertionError: the run ends otherwise with nothing reset, so that resets would
+            show nothing; says whose fault it is, as in ``assert_resume_equivalent``.
+        InvalidArgumentError: an argument is wrong.
 
     Example:
         >>> def advance(state, n):

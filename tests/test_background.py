@@ -921,6 +921,25 @@ def test_every_accepted_save_is_finished_when_the_process_ends(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_saves_from_a_daemon_thread_are_finished(tmp_path: Path) -> None:
+    """A thread takes after the one that starts it, and JAX's callbacks run in one."""
+    script = """
+    def saves():
+        save_in_background(state(3), here / "free.safetensors")
+        run.step(state(4), step=4)
+
+    run = Run(here / "run", signals=())
+    run.__enter__()
+    thread = threading.Thread(target=saves, daemon=True)
+    thread.start()
+    thread.join()
+    """
+    done = _run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert _number_in(tmp_path / "free.safetensors") == 3
+    assert _number_in(tmp_path / "run/step-4.safetensors") == 4
+
+
 def test_saves_submitted_while_the_process_ends_are_finished(tmp_path: Path) -> None:
     script = """
     import atexit

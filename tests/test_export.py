@@ -1,6 +1,7 @@
 """Exports act as the trained agent acts, without its code; nothing is forgotten."""
 
 import doctest
+import enum
 import hashlib
 import importlib
 import inspect
@@ -8,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -22,6 +24,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ajaxckpt._export_json
 import ajaxckpt._exporting
@@ -33,11 +37,16 @@ from ajaxckpt import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidArgumentError,
+    KeepBest,
+    KeepLast,
     LayoutMismatchError,
+    Migrations,
     NotACheckpointError,
     Run,
     UnsupportedLeafError,
+    migrate_checkpoint,
     open_checkpoint,
+    plan_restore,
     restore_into,
     save_checkpoint,
     state_digest,
@@ -209,11 +218,16 @@ for kind in ("sac", "ppo", "equinox", "nnx"):
 LIBRARIES = "flax equinox optax gymnax flashbax chex sac_pendulum ppo test_export"
 
 
+def without_ajaxckpt() -> str:
+    """Return the lines of the docstring that call a function without ajaxckpt."""
+    text = inspect.cleandoc(ajaxckpt.export.__doc__ or "")
+    return textwrap.dedent(text.split("::\n")[-1])
+
+
 def run_alone(folder: Path) -> None:
     np.save(folder / "obs.npy", OBS)
-    text = inspect.cleandoc(ajaxckpt.export.__doc__ or "")
-    block = textwrap.dedent(text.split("::\n")[-1])
-    script = ALONE.replace("LIBRARIES", LIBRARIES).replace("BLOCK", block)
+    script = ALONE.replace("LIBRARIES", LIBRARIES)
+    script = script.replace("BLOCK", without_ajaxckpt())
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True
     )
@@ -485,6 +499,182 @@ def test_restore_into_reads_an_export_as_it_reads_a_checkpoint(tmp_path: Path) -
     assert restored["w"].tolist() == [1.0] * 4
     with pytest.raises(LayoutMismatchError, match="step"):
         restore_into(state, path)
+
+
+KEYS = st.one_of(
+    st.text(),
+    st.integers(),
+    st.integers().map(str),
+    st.sampled_from(["²", "--1", "-", "٣", "-0", "00", "1_000", "²3", '"', "\\"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(keys=st.lists(KEYS, min_size=1, max_size=3))
+def test_without_a_skeleton_keys_come_back_as_they_were(keys: list[Any]) -> None:
+    tree: Any = np.arange(2.0)
+    for key in keys:
+        tree = {key: tree}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "p.safetensors"
+        export_policy({"net": tree}, path, parameters="net")
+        found = load_policy(path).parameters
+    for key in keys[::-1]:
+        assert list(found) == [key]
+        assert type(next(iter(found))) is type(key)
+        found = found[key]
+    assert found.tolist() == [0.0, 1.0]
+
+
+# ------------------------------------------------------------- beside a run's files
+
+
+def run_state(value: float) -> Any:
+    return {"actor": {"params": jnp.full(3, float(value))}, "buffer": jnp.zeros(9)}
+
+
+def export_act(path: Path, step: int) -> None:
+    w = run_state(step)["actor"]["params"]
+    export_function(lambda w, x: x * w, jnp.ones(3), path, parameters=w, step=step)
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name[0] != ".")
+
+
+def test_an_export_in_a_runs_directory_is_never_its_best(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Run(directory, keep=KeepLast(1)) as run:
+        run.save(run_state(1), step=1, metrics={"return": 9.0})
+        export_policy(run, directory / "policy.safetensors")
+        run.save(run_state(2), step=2, metrics={"return": 1.0})
+    keep = [KeepLast(1), KeepBest("return", "max")]
+    with Run(directory, keep=keep) as run:
+        for step, value in ((3, 5.0), (4, 2.0)):
+            run.save(run_state(step), step=step, metrics={"return": value})
+        assert [entry.step for entry in run.list()] == [3, 4]
+        best = run.best("return", "max")
+        assert best is not None and best.step == 3
+        assert run.restore_best(run_state(0)).step == 3
+        assert run.prune(KeepLast(1)) and [entry.step for entry in run.list()] == [4]
+    assert names_in(directory) == [
+        "policy.json",
+        "policy.safetensors",
+        "step-4.safetensors",
+    ]
+    assert load_policy(directory / "policy.safetensors").step == 1
+
+
+def test_an_export_of_a_later_step_does_not_keep_a_run_from_going_on(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "run"
+    with Run(directory) as run:
+        run.save(run_state(1), step=400)
+    export_act(directory / "act.safetensors", 450)
+    export_policy(run_state(9), directory / "policy.safetensors", step=460)
+    save_checkpoint(run_state(2), directory / "mine.safetensors", step=410)
+    before = {name: (directory / name).read_bytes() for name in names_in(directory)}
+    with Run(directory) as run:
+        restored = run.restore_or_init(run_state(0))
+        assert restored.step == 410  # what was saved by hand counts
+        run.save(run_state(3), step=420)
+        run.rollback(400)
+    for name, content in before.items():
+        there = directory / (name + ".abandoned" * (name == "mine.safetensors"))
+        assert there.read_bytes() == content
+    assert [entry.step for entry in Run(directory).list()] == [400]
+
+
+def test_exports_alone_are_no_run_and_those_of_another_no_second_one(
+    tmp_path: Path,
+) -> None:
+    with Run(tmp_path / "other") as run:
+        run.save(run_state(1), step=7)
+    directory = tmp_path / "run"
+    policy, act = directory / "policy.safetensors", directory / "act.safetensors"
+    export_policy(tmp_path / "other", policy)
+    export_act(act, 9)
+    content = bytearray(policy.read_bytes())
+    content[-1] ^= 1
+    (directory / "damaged.safetensors").write_bytes(content)
+    assert Run(directory).list() == ()
+    with pytest.raises(CheckpointNotFoundError, match="the run has no checkpoint"):
+        export_policy(directory, tmp_path / "p.safetensors")
+    with Run(directory, keep=KeepLast(1)) as run:
+        assert not run.restore_or_init(run_state(0)).restored
+        assert run.run_id != open_checkpoint(policy).run_id
+        run.save(run_state(1), step=1)
+        run.save(run_state(2), step=2)
+    newest = Run(directory).newest()
+    assert newest is not None and newest.step == 2
+    assert load_policy(policy).step == 7
+    assert load_function(act).step == 9
+
+
+def test_an_export_where_a_step_is_saved_is_set_aside_whole(tmp_path: Path) -> None:
+    place = tmp_path / "step-2.safetensors"
+    for step in (1, 2):
+        export_act(place, step)
+    content = place.read_bytes()
+    with Run(tmp_path) as run:
+        run.save(run_state(2), step=2)
+        assert run.restore(run_state(0), step=2).step == 2
+    (aside,) = tmp_path.glob("*.aside")
+    assert aside.read_bytes() == content
+
+
+def test_restoring_a_whole_state_from_an_export_says_what_it_is(
+    tmp_path: Path,
+) -> None:
+    policy, act = tmp_path / "policy.safetensors", tmp_path / "act.safetensors"
+    export_policy(run_state(1), policy)
+    export_act(act, 1)
+    for path, hint in [
+        (
+            policy,
+            "the file is an exported policy, not a whole state: pass "
+            "subtree='actor.params', or restore a checkpoint",
+        ),
+        (
+            act,
+            "the file is an exported function, not a whole state: pass it to "
+            "load_function, or restore a checkpoint",
+        ),
+    ]:
+        with pytest.raises(LayoutMismatchError) as caught:
+            restore_into(run_state(0), path)
+        assert caught.value.hint == hint
+        plan = plan_restore(run_state(0), path)
+        assert plan.notes[0] == hint
+        assert plan.suggestions == ()
+    # where a node is asked for, what differs is what matters
+    with pytest.raises(LayoutMismatchError) as caught:
+        restore_into(jnp.zeros(4), policy, subtree="actor.params")
+    assert "exported" not in caught.value.hint
+    export_policy(run_state(1), policy, parameters="")
+    assert state_digest(restore_into(run_state(0), policy)) == (
+        state_digest(run_state(1))
+    )
+    with pytest.raises(LayoutMismatchError) as caught:
+        restore_into({"actor": {"params": jnp.zeros(3)}}, policy)
+    assert "exported" not in caught.value.hint
+
+
+def test_an_export_is_not_migrated_into_a_checkpoint(tmp_path: Path) -> None:
+    migrations = Migrations("agent")
+    migrations.step(1, "actors are policies").move("actor", "policy")
+    path, new = tmp_path / "policy.safetensors", tmp_path / "new.safetensors"
+    export_policy(run_state(1), path, step=3)
+    with pytest.raises(InvalidArgumentError, match="is an exported policy") as caught:
+        migrate_checkpoint(path, new, migrations)
+    assert "export again" in caught.value.hint
+    assert not new.exists()
+    # read through the same migrations
+    restored = restore_into(
+        jnp.zeros(3), path, subtree="policy.params", migrations=migrations
+    )
+    assert restored.tolist() == [1.0] * 3
 
 
 # ------------------------------------------------------------ a normaliser forgotten
@@ -912,8 +1102,171 @@ def test_parameters_of_another_agent_are_refused_by_name(tmp_path: Path) -> None
         f"{path}: cannot act: parameters: 2 leaves do not fit the function\n"
         "  b: expected nothing, found float32[2]\n"
         "  w: expected float32[3,1], found float32[3,2]\n"
-        "To mend: pass parameters of the same agent, or export the function again"
+        "To mend: pass parameters of the same agent; numbers, text and functions among "
+        "them are constants of the program: pass the same, or export the function again"
     )
+
+
+class Head(enum.Enum):
+    TANH = 1
+    SINE = 2
+
+
+def test_constants_among_other_parameters_must_be_those_of_the_program(
+    tmp_path: Path,
+) -> None:
+    parameters = {
+        "w": jnp.ones((3, 1)),
+        "scale": 2.0,
+        "times": 3,
+        "head": "tanh",
+        "kind": Head.TANH,
+        "act": jnp.tanh,
+        "key": jax.random.key(0, impl="rbg"),
+        "on": True,
+        "big": 1 << 20_000,
+    }
+
+    def act(p: Any, obs: Any) -> Any:
+        for _ in range(p["times"]):
+            obs = obs * p["scale"] if p["on"] else obs
+        return p["act"](obs @ p["w"]) + jax.random.normal(p["key"], (1, 1))
+
+    path = tmp_path / "act.safetensors"
+    record = export_function(act, jnp.ones((2, 3)), path, parameters=parameters)
+    said = json.loads(Path(record.json_path).read_text())
+    assert said["leaves"]["constants.scale"] == {"kind": "float", "value": 2.0}
+    loaded = load_function(path)
+    obs = jnp.full((2, 3), 0.01)
+    same = {**parameters, "w": parameters["w"] * 2}
+    expected = jax.jit(lambda w: act({**parameters, "w": w}, obs))(same["w"])
+    assert same_bits(loaded(obs, parameters=same), expected)
+    words = {**same, "key": jax.random.key_data(same["key"])}
+    assert same_bits(loaded(obs, parameters=words), expected)
+    arrays = {name: same[name] for name in same if name != "act"}
+    assert same_bits(loaded(obs, parameters=arrays), expected)  # code can be left out
+    for name, value, detail in [
+        ("scale", 5.0, "scale: expected Python float 2.0, found Python float 5.0"),
+        ("scale", 2, "scale: expected Python float 2.0, found Python int 2"),
+        ("scale", jnp.float32(2), "scale: expected Python float 2.0, found float32[]"),
+        ("scale", None, "scale: expected Python float 2.0, found nothing"),
+        ("times", 4, "times: expected Python int 3, found Python int 4"),
+        ("on", False, "on: expected Python bool True, found Python bool False"),
+        ("head", "sin", "head: expected Python str 'tanh', found Python str 'sin'"),
+        ("kind", Head.SINE, "kind: expected enum member TANH, found enum member SINE"),
+        ("more", 1.0, "more: expected nothing, found Python float 1.0"),
+        ("w", 1.0, "w: expected float32[3,1], found Python float 1.0"),
+        (
+            "key",
+            jax.random.key(0, impl="unsafe_rbg"),
+            "key: expected key<rbg>[], found key<unsafe_rbg>[]",
+        ),
+    ]:
+        with pytest.raises(InvalidArgumentError) as caught:
+            loaded(obs, parameters={**same, name: value})
+        assert caught.value.details == (detail,)
+        assert "constants of the program" in caught.value.hint
+    with pytest.raises(InvalidArgumentError, match="found function"):
+        loaded(obs, parameters={**same, "act": jnp.sin})
+    with pytest.raises(InvalidArgumentError, match="expected Python int 0x1") as caught:
+        loaded(obs, parameters={**same, "big": 1 << 20_001})
+    assert len(caught.value.details[0]) < 400
+
+
+def test_other_parameters_act_under_jit_but_for_traced_constants(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "act.safetensors"
+    obs = jnp.ones((2, 3))
+    parameters = {"w": jnp.ones((3, 1)), "s": 2.0, "key": jax.random.key(0)}
+
+    def act(p: Any, obs: Any) -> Any:
+        return obs @ p["w"] * p["s"] + jax.random.normal(p["key"], (1, 1))
+
+    export_function(act, obs, path, parameters=parameters)
+    loaded = load_function(path)
+
+    def later(arrays: Any) -> Any:
+        return loaded(obs, parameters={**arrays, "s": 2.0})
+
+    arrays = {"w": jnp.full((3, 1), 0.5), "key": jax.random.key(1)}
+    expected = jax.jit(lambda arrays: act({**arrays, "s": 2.0}, obs))(arrays)
+    assert same_bits(jax.jit(later)(arrays), expected)
+    with pytest.raises(InvalidArgumentError) as caught:
+        jax.jit(lambda p: loaded(obs, parameters=p))(parameters)
+    assert caught.value.details == ("s: expected Python float 2.0, found float32[]",)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        jnp.ones((3, 1)),
+        [jnp.ones((3, 1)), "text", b"bytes", 2.0, jnp.tanh],
+        {"parameters": {"a.b": jnp.ones((3, 1), "bfloat16")}, "program": jnp.ones(1)},
+        {"key": jax.ShapeDtypeStruct((), jnp.uint32)},
+        None,
+    ],
+    ids=["an array", "constants", "names", "a key", "none"],
+)
+def test_the_lines_without_ajaxckpt_call_whatever_was_exported(
+    parameters: Any, tmp_path: Path
+) -> None:
+    if isinstance(parameters, dict) and "key" in parameters:
+        parameters = {"key": jax.random.key(3)}
+
+    def act(p: Any, obs: Any) -> Any:
+        noise = 0.0
+        for leaf in jax.tree.leaves(p):
+            if isinstance(leaf, jax.Array):
+                is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                leaf = jax.random.normal(leaf) if is_key else leaf.sum()
+                noise = noise + leaf
+        return obs * 2 + noise
+
+    path = tmp_path / "act.safetensors"
+    obs = jnp.ones((2, 3))
+    if parameters is None:
+        export_function(partial(act, None), obs, path)
+    else:
+        export_function(act, obs, path, parameters=parameters)
+    names = {"safetensors": safetensors, "jax": jax, "path": path, "obs": obs}
+    exec(without_ajaxckpt(), names)
+    assert same_bits(names["action"], load_function(path)(obs))
+
+
+def test_what_takes_64_bits_is_refused_where_jax_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "act.safetensors"
+    obs = {"x": np.ones((2, 3)), "n": np.ones(2, np.int32)}
+    with jax.enable_x64(True):
+        export_function(lambda o: o["x"] * 2, obs, path, batched=True)
+        loaded = load_function(path)
+        assert loaded(obs).dtype == jnp.float64
+    with pytest.raises(CheckpointError) as caught:
+        load_function(path)
+    assert str(caught.value) == (
+        f"{path}: cannot load the function: the function acts with float64 (obs.x), "
+        "which jax_enable_x64 turns off here\nTo mend: jax.config.update("
+        "'jax_enable_x64', True) before loading it"
+    )
+    with pytest.raises(InvalidArgumentError) as caught:
+        loaded(obs)
+    assert caught.value.details == ("obs.x: expected float64[2,3], found float32[2,3]",)
+    assert "jax_enable_x64" in caught.value.hint
+
+
+def test_a_transfer_guard_does_not_keep_a_function_from_loading(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "act.safetensors"
+    obs = jnp.ones((2, 3))
+    parameters = {"w": jnp.ones((2, 3)), "key": jax.random.key(0)}
+    expected = obs + parameters["w"]
+    with jax.transfer_guard("disallow"):
+        export_function(lambda p, x: x + p["w"], obs, path, parameters=parameters)
+        found = load_function(path)(obs)
+        again = load_function(path)(obs, parameters=parameters)
+    assert same_bits(found, expected)
+    assert same_bits(again, expected)
 
 
 def test_a_program_that_this_jax_does_not_read_says_which_wrote_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ from flax import nnx
 
 from ajaxckpt import (
     InvalidArgumentError,
+    LayoutMismatchError,
     UnsupportedLeafError,
     restore_into,
     save_checkpoint,
@@ -440,6 +443,317 @@ def test_state_outside_the_state_is_told_apart_from_what_was_not_restored() -> N
     assert "every leaf was restored as it was saved, so something outside" in message
 
 
+def test_what_was_restored_rightly_is_not_blamed_at_the_next_cut() -> None:
+    held = {"scale": 1.0}
+
+    def build() -> State:
+        held["scale"] = 1.0
+        return {"w": np.ones(2)}
+
+    def learn(state: State, n: int) -> State:
+        held["scale"] += 1
+        return {"w": state["w"] + held["scale"]}
+
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, learn, total=6, split=[(2, 4)], compare_whole=False
+        )
+    )
+    assert message.startswith(
+        "the checkpoint changes it: 1 of 1 leaf differs at 4 steps into the run cut at "
+        "2, 4 of 6\n"
+    )
+    assert "so something outside the state takes part" in message
+
+
+def test_steps_that_only_the_checkpoint_changes_are_told() -> None:
+    held = {"rollout": 4}
+
+    def build() -> State:
+        held["rollout"] = 4
+        return {"w": np.ones(2)}
+
+    def learn(state: State, n: int) -> Advanced:
+        return Advanced(state=state, steps=max(n, held["rollout"]))
+
+    def check(rollout: int) -> None:
+        def restore(skeleton: State, path: str) -> State:
+            held["rollout"] = rollout
+            return restore_into(skeleton, path)
+
+        assert_resume_equivalent(
+            build, learn, total=12, split=[(4, 6, 8)], restore=restore
+        )
+
+    check(4)
+    for rollout, found in ((9, "9 steps"), (1, "more calls"), (5, "5 + 5 steps")):
+        message = message_of(lambda rollout=rollout: check(rollout))
+        assert message.startswith(
+            f"the checkpoint changes it: after the restore it takes {found}, with "
+        )
+        assert "something outside the state" in message
+
+
+@pytest.mark.parametrize("seen", ["at once", "after a call", "in the whole run's"])
+def test_chance_is_told_apart_wherever_it_is_first_seen(seen: str) -> None:
+    calls = iter(range(100))
+
+    def learn(state: State, n: int) -> State:
+        call = 1e-9 * next(calls) * (seen == "at once" or state["step"] > 0)
+        return {"w": state["w"] + n + call, "step": state["step"] + n}
+
+    tolerance = None if seen == "in the whole run's" else {"w": 1e-3}
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build_scheduled,
+            learn,
+            total=6,
+            split=3,
+            compare_whole=seen != "at once",
+            tolerance=tolerance,
+        )
+    )
+    assert message.startswith(
+        "the agent is not deterministic: 1 of 2 leaves differs between two equal runs "
+        "cut at 3 of 6, in memory\n  w ("
+    )
+
+
+@dataclasses.dataclass
+class Counted:
+    x: Any
+    n: int = 0
+
+
+class CountedModule(eqx.Module):
+    x: Any
+    n: int = eqx.field(static=True, default=0)
+
+
+@flax.struct.dataclass
+class CountedStruct:
+    x: Any
+    n: int = flax.struct.field(pytree_node=False, default=0)
+
+
+@jax.tree_util.register_pytree_node_class
+class CountedNode(Counted):
+    def tree_flatten(self) -> Any:
+        return (self.x,), {"n": self.n}
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
+        return cls(leaves[0], **static)
+
+
+jax.tree_util.register_dataclass(Counted, ["x"], ["n"])
+
+
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [
+        (Counted, "a.n: expected 3, found 0"),
+        (CountedModule, "a.n: expected 3, found 0"),
+        (CountedStruct, "a.n: expected 3, found 0"),
+        (CountedNode, "a<static 0>: expected {'n': 3}, found {'n': 0}"),
+    ],
+)
+def test_static_data_that_moves_is_named(node: Any, name: str) -> None:
+    def learn(state: State, n: int) -> State:
+        # read too late for the end of this run to tell
+        step = 5.0 if state["a"].n > 1000 else 1.0
+        return {"a": node(state["a"].x + step * n, state["a"].n + n)}
+
+    def build() -> State:
+        return {"a": node(np.zeros(2))}
+
+    def check(**options: Any) -> None:
+        assert_resume_equivalent(build, learn, total=6, split=3, **options)
+
+    message = message_of(check)
+    assert message.startswith(
+        "the checkpoint changes it: static data moved on the way to 3 of 6, and is the "
+        f"new skeleton's after the restore\n  {name}\nUsually means: a field that is "
+    )
+    message = message_of(
+        lambda: find_insensitive_leaves(build, learn, total=6, split=3)
+    )
+    assert "static data moved on the way to 3 of 6, and is the new " in message
+
+    def restore(skeleton: State, path: str) -> State:
+        x = restore_into(skeleton, path)["a"].x
+        return {"a": node(x, int(x[0]))}
+
+    check(restore=restore)
+
+
+def test_functions_that_move_are_named_and_code_built_anew_is_not() -> None:
+    names = iter(map(str, range(100)))
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        schedule: Any
+        name: str  # of each skeleton its own, and never moved
+
+    def build() -> State:
+        config = Config(lambda n: 0.1 * n, next(names))
+        return {"a": CountedModule(np.zeros(2), config), "f": jnp.sin}
+
+    def same(state: State, n: int) -> State:
+        x = state["a"].x + n
+        return {"a": CountedModule(x, state["a"].n), "f": state["f"]}
+
+    assert_resume_equivalent(build, same, total=6, split=[3, (2, 4)])
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, lambda s, n: {**same(s, n), "f": jnp.cos}, total=6, split=3
+        )
+    )
+    assert "static data moved on the way" in message
+    assert "\n  f: expected " in message
+    assert "cos" in message
+
+
+def spoil_value(state: State) -> None:
+    state["x"] = state["x"] + 1
+
+
+def spoil_cache(state: State) -> None:
+    del state["x"]
+
+
+def spoil_buffer(state: State) -> None:
+    state["buffer"][:] = 0
+
+
+def spoil_array(state: State) -> None:
+    state["w"].delete()
+
+
+def spoil_static(state: State) -> None:
+    state["s"].n += 1
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize(
+    ("spoil", "leaf"),
+    [
+        (spoil_value, "x (a leaf): 2 of 2 elements differ"),
+        (spoil_cache, "x (a leaf): expected numpy float64[2], found nothing"),
+        (spoil_buffer, "buffer (a buffer's content): 2 of 2 elements"),
+        (spoil_array, "w: the array was donated or deleted"),
+        (spoil_static, "s.n: expected 0, found 1"),
+    ],
+)
+def test_a_save_that_changes_the_state_is_blamed(
+    spoil: Callable[[State], None], leaf: str, cut: int
+) -> None:
+    def build() -> State:
+        arrays = {"x": np.ones(2), "buffer": np.ones(2), "w": jnp.ones(2)}
+        return {**arrays, "s": Counted(np.ones(1))}
+
+    def learn(state: State, n: int) -> State:
+        return {**state, "buffer": state["buffer"] + n}
+
+    saved: list[str] = []
+
+    def save(state: State, path: str) -> None:
+        save_checkpoint(state, path)
+        saved.append(path)
+        if len(saved) > cut:
+            spoil(state)
+
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, learn, total=6, split=[(2, 4)], save=save
+        )
+    )
+    assert message.startswith(
+        f"the checkpoint changes it: save= changed the state it was given\n  {leaf}"
+    )
+
+
+def test_a_save_that_changes_what_is_beside_the_state_is_blamed() -> None:
+    held = {"draws": 0}
+
+    def build() -> State:
+        held["draws"] = 0
+        return {"x": 0.0}
+
+    def learn(state: State, n: int) -> State:
+        held["draws"] += n
+        return {"x": state["x"] + held["draws"]}
+
+    def save(state: State, path: str) -> None:
+        held["draws"] += 100
+        save_checkpoint(state, path)
+
+    def restore(skeleton: State, path: str) -> State:
+        held["draws"] = 3
+        return restore_into(skeleton, path)
+
+    def learn_by_step(state: State, n: int) -> State:
+        for _ in range(n):
+            state = learn(state, 1)
+        return state
+
+    assert_resume_equivalent(build, learn_by_step, total=6, split=3, restore=restore)
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, learn_by_step, total=6, split=3, save=save, restore=restore
+        )
+    )
+    assert message.startswith("the checkpoint changes it: a run that saves goes on as ")
+    assert "\n  x (a leaf): expected " in message
+
+
+def none_at_first(state: State, n: int) -> State:
+    return {"x": state["x"] + n, "rms": np.ones(2)}
+
+
+def growing(state: State, n: int) -> State:
+    return {"x": state["x"] + n, "rows": np.append(state["rows"], np.ones(n))}
+
+
+@pytest.mark.parametrize(
+    ("build", "learn", "leaf"),
+    [
+        (lambda: {"x": 0.0, "rms": None}, none_at_first, "rms"),
+        (lambda: {"x": 0.0, "rows": np.zeros(0)}, growing, "rows"),
+    ],
+)
+def test_what_does_not_restore_is_blamed_on_the_checkpoint(
+    build: Any, learn: Any, leaf: str
+) -> None:
+    start = "the checkpoint changes it: it does not restore into a new skeleton: "
+    for check in (assert_resume_equivalent, find_insensitive_leaves):
+        with pytest.raises(AssertionError) as caught:
+            check(build, learn, total=6, split=3)
+        assert str(caught.value).startswith(start)
+        assert f"\n  {leaf}" in str(caught.value)
+        assert "\nUsually means: the first steps build or grow " in str(caught.value)
+        assert isinstance(caught.value.__cause__, LayoutMismatchError)
+
+
+def test_a_skeleton_that_hands_out_what_was_donated_is_told_so() -> None:
+    step = jax.jit(lambda s: {"w": s["w"] * 2}, donate_argnums=0)
+    for options in ({}, {"compare_whole": False}):
+        shared = jnp.ones(3)
+        with pytest.raises(
+            InvalidArgumentError, match="make_skeleton hands out what"
+        ) as caught:
+            assert_resume_equivalent(
+                lambda shared=shared: {"w": shared},
+                lambda s, n: step(s),
+                total=4,
+                split=2,
+                **options,
+            )
+        assert str(caught.value).endswith(
+            "To mend: build every array anew in make_skeleton, none beside it"
+        )
+
+
 def test_an_error_of_the_agent_passes_through_and_says_where() -> None:
     def failing(state: State, n: int) -> State:
         if n == 2:
@@ -491,7 +805,9 @@ def test_logs_on_the_cadence_of_the_call_are_off_by_one() -> None:
     message = message_of(
         lambda: assert_resume_equivalent(build_logged, learn, total=8, split=3)
     )
-    assert message.startswith("splitting changes the logs: between one call of 8 steps")
+    assert message.startswith(
+        "splitting changes it: the logs differ between one call of 8 steps and calls"
+    )
     assert "\n  rows expected at 2, 4, 6, 8\n  rows found at 2, 5, 7\n" in message
     assert "off by one at the cut" in message
 
@@ -558,6 +874,46 @@ def test_logs_that_only_the_checkpoint_changes_are_told() -> None:
         "the checkpoint changes it: the logs after the restore are others"
     )
     assert "logs.8.best" in message
+    assert "from outside the state (a running mean or a best that the" in message
+    assert "over the call" not in message
+
+
+def test_rows_that_only_the_checkpoint_changes_are_told() -> None:
+    beside = {"calls": 0}
+
+    def learn(state: State, n: int) -> Any:
+        beside["calls"] += 1
+        state = {"w": state["w"] + n, "step": state["step"] + n}
+        rows = [{"step": state["step"], "return": 1.0}]
+        return state, rows if beside["calls"] <= 2 else []
+
+    def build() -> State:
+        beside["calls"] = 0
+        return build_logged()
+
+    def restore(skeleton: State, path: str) -> State:
+        beside["calls"] = 2
+        return restore_into(skeleton, path)
+
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build, learn, total=8, split=3, restore=restore, compare_whole=False
+        )
+    )
+    assert message.startswith("the checkpoint changes it: the logs after the restore")
+    assert "\n  rows expected at 8\n  rows found at none\n" in message
+    assert "when to log is told from outside the state" in message
+
+
+def test_logs_of_an_agent_that_is_not_deterministic_are_told() -> None:
+    calls = iter(range(100))
+    message = message_of(
+        lambda: assert_resume_equivalent(
+            build_logged, lambda s, n: (s, [{"t": next(calls)}]), total=8, split=3
+        )
+    )
+    assert message.startswith("the agent is not deterministic: two equal calls of 8 ")
+    assert "a time, or something else from outside the state, is logged" in message
 
 
 # --------------------------------------------------------------- fresh process
@@ -600,7 +956,10 @@ def test_what_only_another_process_shows_is_told() -> None:
             fresh_process=True,
         )
     )
-    assert "the fresh process ended with exit code 1" in message
+    assert message.startswith(
+        "the checkpoint changes it in a fresh process: the fresh process ended with "
+        "exit code 1:\n"
+    )
     assert "no display in this process" in message
 
 
@@ -672,6 +1031,30 @@ def test_states_that_differ_are_told_so(a: Any, b: Any, line: str) -> None:
     assert "\nUsually means: " in message
     assert_same_state({"n": a, "z": 0}, {"n": b, "z": 0}, ignore="n")
     assert_same_state({"n": a}, {"n": a})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "meaning"),
+    [
+        (1, 1.0, "another type of Python number: a jitted"),
+        (1, True, "another type of Python number: a jitted"),
+        (1, jnp.int32(1), "as a Python number or in numpy, the other in jax: a jitted"),
+        (np.ones(1), jnp.ones(1), "as a Python number or in numpy, the other in jax"),
+        (np.ones(()), np.float64(1), "in a numpy array, the other in a scalar"),
+        (np.float64(1), 1.0, "in a numpy array, the other in a scalar"),
+        ("a", b"a", "data of another type"),
+        ("a", 1, "data of another type"),
+        (len, 1, "data of another type"),
+        (jax.random.key(0), jnp.zeros(2, jnp.uint32), "one holds a typed key"),
+        (jnp.zeros(2, jnp.uint32), jax.random.key(0), "one holds a typed key"),
+        (jnp.ones(2), jnp.ones(2, int), "at another precision, or converted"),
+    ],
+)
+def test_what_it_means_that_kinds_differ_is_true_of_them(
+    a: Any, b: Any, meaning: str
+) -> None:
+    message = message_of(lambda: assert_same_state({"n": a}, {"n": b}))
+    assert meaning in message.split("\nUsually means: ")[1]
 
 
 def test_more_leaves_than_fit_are_counted_and_all_of_them_are_data() -> None:
@@ -765,6 +1148,57 @@ def test_groups_are_reset_together_and_unchanged_ones_are_told() -> None:
         find_insensitive_leaves(
             make_skeleton, advance, total=8, split=3, groups={"a": "x"}
         )
+
+
+def test_resets_that_would_show_nothing_are_refused() -> None:
+    drawn = iter(range(100))
+    beside = {"calls": 0}
+
+    def check(advance: Any, build: Any = build_dead) -> str:
+        return message_of(
+            lambda: find_insensitive_leaves(build, advance, total=6, split=3)
+        )
+
+    def learn(state: State, n: int, more: float = 0) -> State:
+        return {"x": state["x"] + n + more, "dead": 0 * state["dead"]}
+
+    found = find_insensitive_leaves(
+        lambda: {**build_dead(), "dead": np.ones(1)}, learn, total=6, split=3
+    )
+    assert found.unnoticed == ("dead",)
+    message = check(lambda state, n: learn(state, n, next(drawn)))
+    assert message.startswith("the agent is not deterministic: 1 of 2 leaves differs ")
+
+    def build_counting() -> State:
+        beside["calls"] = 0
+        return build_dead()
+
+    def count(state: State, n: int) -> State:
+        beside["calls"] += 1
+        return learn(state, n, beside["calls"])
+
+    message = check(count, build_counting)
+    assert message.startswith(
+        "the checkpoint changes it: nothing was reset, and the end is another\n  x ("
+    )
+    message = check(learn, lambda: {**build_dead(), "x": np.full(2, next(drawn))})
+    assert "between two calls of make_skeleton" in message
+
+
+def test_an_error_with_nothing_reset_passes_through() -> None:
+    calls = iter(range(100))
+
+    def learn(state: State, n: int) -> State:
+        if next(calls) == 2:
+            raise ValueError("the third call")
+        return {"x": state["x"] + n}
+
+    with pytest.raises(ValueError, match="the third call"):
+        find_insensitive_leaves(lambda: {"x": 0.0}, learn, total=6, split=3)
+
+
+def build_dead() -> State:
+    return {"x": np.zeros(2), "dead": np.zeros(1)}
 
 
 def test_a_reset_that_makes_the_agent_fail_is_noticed() -> None:

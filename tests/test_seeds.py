@@ -108,7 +108,8 @@ def test_seeds_are_taken_as_they_are(path: Path, seeds: Any, verify: bool) -> No
 def test_seeds_are_taken_into_shards(tmp_path: Path, verify: bool) -> None:
     w = np.arange(3 * 8 * 2048.0, dtype=np.float32).reshape(3, 8, 2048)
     save_checkpoint({"w": w}, tmp_path / "many")
-    place = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("d"))
     skeleton = {"w": jax.device_put(jnp.zeros((8, 2048)), place)}
     taken = take_seeds(tmp_path / "many", skeleton, 1, verify=verify)
     assert taken["w"].sharding == place
@@ -250,6 +251,85 @@ def test_states_that_differ_are_not_stacked(other: Any, message: str) -> None:
 def test_nothing_and_shards_are_not_stacked() -> None:
     with pytest.raises(InvalidArgumentError, match="there are no states"):
         stack_seeds([])
-    place = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("d"))
     with pytest.raises(InvalidArgumentError, match="w: lies on several devices"):
         stack_seeds([{"w": jax.device_put(jnp.zeros(8), place)}] * 2)
+
+
+def test_seeds_that_disagree_on_a_step_below_are_named(tmp_path: Path) -> None:
+    states = {
+        "agent": {"step": jnp.array([1, 1, 2]), "w": jnp.ones((3, 2))},
+        "env": {"step": np.array([[1.0], [1.0], [1.0]])},
+        "opt": {"step": {"value": jnp.array([3.0, 3.0, 4.0], jnp.bfloat16)}},
+        "sgd": {"step": jnp.array([0.1, 0.2, 0.3])},  # a size, and no counter
+        "step_size": jnp.array([1, 2, 3]),
+    }
+    save_checkpoint(states, tmp_path / "c")
+    names = "disagree on the step, agent.step, opt.step.value"
+    details = ["agent.step 1; opt.step.value 3", "agent.step 2; opt.step.value 4"]
+
+    def pick_one(seed: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[seed], states)
+
+    skeleton = pick_one(np.array([0, 1]))
+    singles = [pick_one(1), pick_one(2)]
+    for first, call in (
+        (1, lambda **step: take_seeds(tmp_path / "c", skeleton, [1, 2], **step)),
+        (0, lambda **step: stack_seeds(singles, **step)),
+    ):
+        with pytest.raises(InvalidArgumentError, match=names) as raised:
+            call()
+        assert raised.value.details == tuple(
+            f"seed {seed}: {found}" for seed, found in enumerate(details, first)
+        )
+        assert "step, name the counter, step='env.step', or " in raised.value.hint
+        with pytest.raises(InvalidArgumentError, match=r"the step, opt\.step\.value\n"):
+            call(step="opt.step")
+        call(step="env.step")
+        call(step=None)
+    take_seeds(tmp_path / "c", skeleton, [0, 1])
+    take_seeds(tmp_path / "c", skeleton, [1, 1])
+
+
+def test_a_step_pattern_that_selects_no_counter_is_refused(tmp_path: Path) -> None:
+    states = {"step": jnp.array([1, 1]), "w": jnp.full((2, 2), 0.5), "name": "sac"}
+    save_checkpoint(states, tmp_path / "c")
+    one = {"step": jnp.int32(1), "w": jnp.full(2, 0.5), "name": "sac"}
+    calls = (
+        lambda step: take_seeds(tmp_path / "c", states, [0, 1], step=step),
+        lambda step: take_seeds(tmp_path / "c", one, 1, step=step),
+        lambda step: stack_seeds([one, one], step=step),
+    )
+    for call in calls:
+        for wrong, message in (
+            ("stp", 'step="stp" selects no leaf'),
+            (["step", "zz"], 'step="zz" selects no leaf'),
+            ("w", "step='w' selects no counter"),
+            ("name", "step='name' selects no counter"),
+            (5, "step: expected patterns, found int"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=message):
+                call(wrong)
+        call("step")
+        call("**")
+    bare = {"w": jnp.ones((2, 2))}
+    save_checkpoint(bare, tmp_path / "bare")
+    take_seeds(tmp_path / "bare", bare, [0, 1])
+
+
+@pytest.mark.parametrize("seed", [np.array(2), jnp.array(2), np.int8(2)])
+def test_one_seed_may_be_an_array_without_axes(path: Path, seed: Any) -> None:
+    expected = pick(many(), 2)
+    taken = take_seeds(path, blank(expected), seed, axis=AXIS)
+    assert_identical(taken, expected, blank(expected))
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [np.array(2.0), jnp.array(True), [1.0], np.array([[1]]), [True], "12", None],
+    ids=repr,
+)
+def test_what_is_no_index_is_refused(path: Path, seeds: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="seeds: expected indices, found"):
+        take_seeds(path, {}, seeds, axis=AXIS)

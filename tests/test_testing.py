@@ -113,4 +113,4 @@ def test_importing_it_loads_no_jax() -> None:
 def test_the_examples_in_its_docstrings_run(goldens: Path) -> None:
     names = {"path": str(goldens / "v1.safetensors"), "jnp": jnp}
     result = doctest.testmod(ajaxckpt.testing, extraglobs=names)
-    assert (result.failed, result.attempted) == (0, 8)
+    assert (result.failed, result.attempted) == (0, 9)
