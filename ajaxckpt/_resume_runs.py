@@ -11,7 +11,7 @@ through ``_trials`` and compares through ``_equivalence``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +24,28 @@ from ajaxckpt._equivalence import (
     capture_state,
     count_leaves,
     diff_records,
-    explain_states,
-    resolve_tolerance,
     telling_leaf,
 )
 from ajaxckpt._errors import (
     InvalidArgumentError,
     LayoutMismatchError,
-    UnsupportedLeafError,
 )
 from ajaxckpt._fresh_process import Errand, locate_function, read_end, run_errand
 from ajaxckpt._layout import shown_name
-from ajaxckpt._patterns import parse_patterns, select_names
+from ajaxckpt._patterns import parse_patterns
+from ajaxckpt._resume_verdicts import (
+    CHECKPOINT,
+    differ_from_whole,
+    explain_lost,
+    logs_error,
+    refuse_chance,
+    refuse_changed_by_saving,
+    refuse_lost_static,
+    refuse_other_starts,
+    select_leaves,
+    steps_error,
+    sum_steps,
+)
 from ajaxckpt._roles import find_role
 from ajaxckpt._tree import flatten_state, unflatten_state
 from ajaxckpt._trials import (
@@ -50,10 +60,6 @@ from ajaxckpt._trials import (
     record_rows,
     run_trial,
 )
-
-_CHANCE = "the agent is not deterministic"
-_SPLITTING = "splitting changes it"
-_CHECKPOINT = "the checkpoint changes it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,126 +124,6 @@ def _run_whole_twice(comparison: Comparison) -> Outcome:
     first, second = outcomes
     refuse_chance(first, second, f"two equal calls of {comparison.total} steps")
     return first
-
-
-def refuse_other_starts(first: Record, second: Record) -> None:
-    """Refuse a make_skeleton that builds another state when it is called again."""
-    if found := diff_records(first, second):
-        counted = count_leaves(found, len(first))
-        raise StateDifferenceError(
-            f"{_CHANCE}: {counted} between two calls of make_skeleton",
-            differences=found,
-            meaning="it draws on something from outside: a seed from the clock, "
-            "np.random, a global that counts calls, an array that a run wrote into",
-            hint="build the skeleton from fixed seeds alone, every array anew",
-        )
-
-
-def refuse_chance(first: Outcome, second: Outcome, runs: str) -> None:
-    """Refuse an agent of which two equal runs differ.
-
-    Args:
-        first: what one run came to.
-        second: what the other came to.
-        runs: what they are, for the message.
-    """
-    if found := diff_records(first.end, second.end):
-        counted = count_leaves(found, len(first.end))
-        raise StateDifferenceError(
-            f"{_CHANCE}: {counted} between {runs}",
-            differences=found,
-            meaning=_explain_chance(found, first.end),
-            hint="carry every key and counter in the state; on a GPU also set "
-            "XLA_FLAGS=--xla_gpu_deterministic_ops=true",
-        )
-    steps = [[part.steps for part in run.parts] for run in (first, second)]
-    if steps[0] != steps[1]:
-        raise StateDifferenceError(
-            f"{_CHANCE}: {runs} go {_sum(steps[0])} and {_sum(steps[1])} steps",
-            meaning="how far a call goes depends on something outside the state",
-            hint="carry every key and counter in the state",
-        )
-    if found := diff_records(first.logs, second.logs):
-        problem = f"{_CHANCE}: {runs} log otherwise"
-        raise _logs_error(problem, first.logs, second.logs, found, "chance")
-
-
-def _sum(steps: Sequence[int]) -> str:
-    return " + ".join(map(str, steps))
-
-
-def _explain_chance(found: Sequence[LeafDifference], end: Record) -> str:
-    name, spec = telling_leaf(found)
-    meaning = (
-        "randomness, time or a counter from outside the state takes part (np.random, "
-        f"a global, a cache); {shown_name(name)} is {find_role(name, spec).name}"
-    )
-    roles = {find_role(leaf, held.spec).name for leaf, held in end.items()}
-    if "a PRNG key" not in roles:
-        meaning += "; no leaf of the state is a PRNG key"
-    return meaning
-
-
-def _differ_from_whole(
-    comparison: Comparison, whole: Outcome, memory: Outcome
-) -> StateDifferenceError | None:
-    """Return what splitting in memory changes, None if nothing."""
-    calls = _sum([part.asked for part in memory.parts])
-    runs = f"one call of {comparison.total} steps and calls of {calls}"
-    if whole.steps != memory.steps:
-        return StateDifferenceError(
-            f"{_SPLITTING}: {runs} go {whole.steps} and {memory.steps} steps",
-            meaning="each call rounds up to whole rollouts, or begins with one",
-            hint="choose total and split so that both go equally far, or let "
-            "advance(state, n) take off what each call runs beyond n",
-        )
-    names = [*whole.end, *whole.logs]
-    near = resolve_tolerance(comparison.tolerance, names)
-    if found := diff_records(whole.end, memory.end, tolerance=near):
-        counted = count_leaves(found, len(whole.end))
-        return StateDifferenceError(
-            f"{_SPLITTING}: {counted} between {runs}, no checkpoint involved",
-            differences=found,
-            meaning=_explain_splitting(found),
-            hint=_mend_splitting(found),
-        )
-    if found := diff_records(whole.logs, memory.logs, tolerance=near):
-        problem = f"{_SPLITTING}: the logs differ between {runs}, with the same end"
-        return _logs_error(problem, whole.logs, memory.logs, found, "splitting")
-    return None
-
-
-def _explain_splitting(found: Sequence[LeafDifference]) -> str:
-    if all(item.is_rounding for item in found):
-        return (
-            "the calls are two programs that round differently; all that counts "
-            "(keys, counters, cursors) is the same"
-        )
-    if any(item.problem != "value" for item in found):
-        return explain_states(found)
-    name, spec = telling_leaf(found)
-    role = find_role(name, spec)
-    what = f"{shown_name(name)} is {role.name}"
-    if role.is_downstream and all(item.relative is not None for item in found):
-        return (
-            "a schedule that runs over the steps of the call, not over the horizon, or "
-            "something that each call sets up again: no key and no counter differs, "
-            f"and {what}"
-        )
-    return f"{what}: {role.split}"
-
-
-def _mend_splitting(found: Sequence[LeafDifference]) -> str:
-    if not all(item.is_rounding for item in found):
-        return (
-            "carry it in the state; let schedules read a count of the state and run "
-            "over total_timesteps"
-        )
-    worst = max(item.relative or 0.0 for item in found)
-    return (
-        "make the number of steps an operand of one compiled program; or say what "
-        f'you accept: tolerance={{"**": {2 * worst:.0e}}}'
-    )
 
 
 # ------------------------------------------------------------------ split runs
@@ -314,14 +200,15 @@ class _Pair:
 
     def compare_with_whole(self, whole: Outcome, memory: Outcome) -> None:
         """Compare the run in memory with the one that was not cut."""
-        error = _differ_from_whole(self.comparison, whole, memory)
+        asked = self.comparison.total, self.comparison.tolerance
+        error = differ_from_whole(*asked, whole, memory)
         if error is None:
             return
         again = self._run_again(saving=False)
-        if _differ_from_whole(self.comparison, whole, again) is None:
+        if differ_from_whole(*asked, whole, again) is None:
             found = diff_records(memory.end, again.end)
             raise StateDifferenceError(
-                f"{_CHECKPOINT}: a run that saves goes on as another than one that "
+                f"{CHECKPOINT}: a run that saves goes on as another than one that "
                 "does not",
                 differences=found,
                 meaning="save= changes what the agent reads beside its state: a host "
@@ -356,7 +243,7 @@ class _Pair:
         for argument in ("exclude", "keep", "ignore"):
             given = getattr(self.comparison.options, argument)
             for pattern in parse_patterns(given, argument):
-                found |= _select(pattern, names)
+                found |= select_leaves(pattern, names)
         return found
 
     def _compare_restored(self, restored: Record, fresh: Record, cut: int) -> None:
@@ -367,10 +254,10 @@ class _Pair:
             return
         counted = count_leaves(found, len(saved))
         raise StateDifferenceError(
-            f"{_CHECKPOINT}: {counted} between what was saved at {self.cuts[cut]} of "
+            f"{CHECKPOINT}: {counted} between what was saved at {self.cuts[cut]} of "
             f"{self.comparison.total} and what was restored",
             differences=found,
-            meaning=_explain_lost(found, restored, fresh),
+            meaning=explain_lost(found, restored, fresh),
             hint="save the whole state, and restore all of it into the skeleton",
         )
 
@@ -409,7 +296,7 @@ class _Pair:
         """
         if cut >= len(self._handed):
             self._refuse_chance(memory)
-            raise _steps_error("more calls", f"{len(self._handed)}")
+            raise steps_error("more calls", f"{len(self._handed)}")
         if found := diff_records(self._handed[cut], reached):
             place = f"{self.cuts[cut]} steps into the run {self._label}"
             self._refuse_chance(memory)
@@ -429,20 +316,20 @@ class _Pair:
         expected_steps = [part.steps for part in memory.parts[1:]]
         if steps is not None and steps != expected_steps:
             self._refuse_chance(memory)
-            raise _steps_error(f"{_sum(steps)} steps", _sum(expected_steps))
+            raise steps_error(f"{sum_steps(steps)} steps", sum_steps(expected_steps))
         for part, rows in zip(memory.parts[1:], logs, strict=True):
             expected = record_rows(part.rows)
             if found := diff_records(expected, rows):
                 self._refuse_chance(memory)
-                problem = f"{_CHECKPOINT}{where}: the logs after the restore are others"
-                raise _logs_error(problem, expected, rows, found, "checkpoint")
+                problem = f"{CHECKPOINT}{where}: the logs after the restore are others"
+                raise logs_error(problem, expected, rows, found, "checkpoint")
 
     def _end_error(
         self, found: Sequence[LeafDifference], place: str, where: str
     ) -> StateDifferenceError:
         counted = count_leaves(found, len(self._handed[0]))
         return StateDifferenceError(
-            f"{_CHECKPOINT}{where}: {counted} at {place}",
+            f"{CHECKPOINT}{where}: {counted} at {place}",
             differences=found,
             meaning=self._explain_end(found, where),
             hint="carry in the state what the next call reads",
@@ -490,7 +377,7 @@ class _Pair:
             if then[name] != now[name]
         ]
         raise StateDifferenceError(
-            f"{_CHECKPOINT}: programs that advance compiled after the restore: "
+            f"{CHECKPOINT}: programs that advance compiled after the restore: "
             f"{sum(compiled)}, with the state handed over in memory: {sum(expected)}",
             details=sorted(set(moved)),
             meaning="leaves were restored to another place, or committed to one, than "
@@ -541,36 +428,6 @@ class _Pair:
         self._compare_end(memory, end, logs, " in a fresh process")
 
 
-def refuse_changed_by_saving(
-    before: Record, static: Mapping[str, Static], state: Any
-) -> None:
-    """Refuse a save= that does not leave a state as it was.
-
-    Args:
-        before: the state as it was.
-        static: what of it was no leaf.
-        state: the state, saved since.
-    """
-    problem = f"{_CHECKPOINT}: save= changed the state it was given"
-    hint = "let save= leave the state as it is; copy what it has to change"
-    try:
-        found = diff_records(before, capture_state(state))
-    except UnsupportedLeafError as error:
-        raise StateDifferenceError(
-            problem, details=[error.problem], hint=hint
-        ) from error
-    details = _list_static(static, describe_static(state))
-    if found or details:
-        raise StateDifferenceError(
-            problem,
-            differences=found,
-            details=details,
-            meaning="it pops, casts or clears what is not to be saved, and the run "
-            "goes on without it",
-            hint=hint,
-        )
-
-
 def restore_new(trial: Trial, skeleton: Any, path: str) -> Any:
     """Restore into a newly built skeleton.
 
@@ -582,7 +439,7 @@ def restore_new(trial: Trial, skeleton: Any, path: str) -> Any:
             return trial.restore(skeleton, path)
     except LayoutMismatchError as error:
         raise StateDifferenceError(
-            f"{_CHECKPOINT}: it does not restore into a new skeleton: {error.problem}",
+            f"{CHECKPOINT}: it does not restore into a new skeleton: {error.problem}",
             details=error.details,
             meaning="the first steps build or grow what make_skeleton leaves out: a "
             "leaf that is None there, a buffer that grows",
@@ -590,159 +447,3 @@ def restore_new(trial: Trial, skeleton: Any, path: str) -> Any:
             if error.hint
             else "build it in make_skeleton; or say resize= for a buffer that grows",
         ) from error
-
-
-def refuse_lost_static(
-    start: Mapping[str, Static],
-    saved: Mapping[str, Static],
-    restored: Mapping[str, Static],
-    *,
-    skip: Iterable[str] = (),
-    place: str,
-) -> None:
-    """Refuse static data that moves in a run, and is in no checkpoint.
-
-    What is another in the skeleton of a run from its first step on is code, built
-    anew, or no fault of the checkpoint.
-
-    Args:
-        start: what the run began with.
-        saved: what was saved.
-        restored: what was restored.
-        skip: names to pass over.
-        place: where it was saved, for the message.
-    """
-    passed = set(skip)
-    moved = {
-        name
-        for name in {**start, **saved}
-        if start.get(name) != saved.get(name) and name not in passed
-    }
-    details = _list_static(
-        {name: value for name, value in saved.items() if name in moved},
-        {name: value for name, value in restored.items() if name in moved},
-    )
-    if details:
-        raise StateDifferenceError(
-            f"{_CHECKPOINT}: static data moved on the way to {place}, and is the new "
-            "skeleton's after the restore",
-            details=details,
-            meaning="a field that is no leaf (flax's pytree_node=False, equinox's "
-            "static=True), or a function, changes as the run goes on; a checkpoint "
-            "holds leaves alone",
-            hint="make it a leaf; or let restore= set it from one",
-        )
-
-
-def _list_static(
-    expected: Mapping[str, Static], found: Mapping[str, Static]
-) -> list[str]:
-    nothing = Static(value=None, shown="nothing")
-    pairs = {
-        name: (expected.get(name, nothing), found.get(name, nothing))
-        for name in {**expected, **found}
-    }
-    return [
-        f"{shown_name(name)}: expected {_clip(a.shown)}, found {_clip(b.shown)}"
-        for name, (a, b) in pairs.items()
-        if a != b
-    ]
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 60 else text[:59] + "…"
-
-
-def _steps_error(found: str, expected: str) -> StateDifferenceError:
-    return StateDifferenceError(
-        f"{_CHECKPOINT}: after the restore it takes {found}, with the state handed "
-        f"over in memory {expected}",
-        meaning="how far a call goes depends on something outside the state",
-        hint="carry in the state what the next call reads",
-    )
-
-
-def _select(pattern: str, names: Sequence[str]) -> set[str]:
-    try:
-        return select_names(pattern, names, argument="pattern")
-    except InvalidArgumentError:  # of the file's names, or the skeleton's alone
-        return set()
-
-
-def _explain_lost(
-    found: Sequence[LeafDifference], restored: Record, fresh: Record
-) -> str:
-    """Say what came back wrong: the skeleton's own leaves were not restored at all."""
-    untouched = {item.name for item in found if item.name in fresh}
-    untouched -= {item.name for item in diff_records(restored, fresh)}
-    lost = [item for item in found if item.name in untouched] or found
-    name, spec = telling_leaf(lost)
-    if name not in untouched and name in restored:
-        return explain_states(found)
-    role = find_role(name, spec)
-    return (
-        f"{shown_name(name)} is {role.name}, and it was not saved or not restored: "
-        f"{role.lost}"
-    )
-
-
-# ------------------------------------------------------------------------ logs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LogsCause:
-    """What it usually means that logs differ: in their values, or in their rows."""
-
-    values: str
-    rows: str
-    hint: str
-
-
-_LOGS_CAUSES = {
-    "chance": _LogsCause(
-        values="a time, or something else from outside the state, is logged",
-        rows="when to log is told by a time, or by something else outside the state",
-        hint="log what the state tells, and times elsewhere",
-    ),
-    "splitting": _LogsCause(
-        values="a value is taken over the call (a mean, a key of the call), not the "
-        "step",
-        rows="logs or evaluations keep to a cadence of the call, not of the step: off "
-        "by one at the cut, or a first or last row that every call logs",
-        hint="let the step in the state say when to log, and what",
-    ),
-    "checkpoint": _LogsCause(
-        values="a value is taken from outside the state (a running mean or a best "
-        "that the logger keeps), which a restart begins anew",
-        rows="when to log is told from outside the state (a logger's own counter), "
-        "which a restart begins anew",
-        hint="carry in the state what is logged and when; the state itself is right",
-    ),
-}
-
-
-def _logs_error(
-    problem: str,
-    expected: Record,
-    found: Record,
-    differences: list[LeafDifference],
-    cause: str,
-) -> StateDifferenceError:
-    rows = [_row_names(record) for record in (expected, found)]
-    details: list[str] = []
-    meaning = _LOGS_CAUSES[cause].values
-    if rows[0] != rows[1]:
-        a, b = (", ".join(names) or "none" for names in rows)
-        details = [f"rows expected at {a}", f"rows found at {b}"]
-        meaning = _LOGS_CAUSES[cause].rows
-    return StateDifferenceError(
-        problem,
-        details=details,
-        differences=differences,
-        meaning=meaning,
-        hint=_LOGS_CAUSES[cause].hint,
-    )
-
-
-def _row_names(record: Record) -> list[str]:
-    return list(dict.fromkeys(name.split(".")[1] for name in record))

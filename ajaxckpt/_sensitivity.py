@@ -31,11 +31,11 @@ from ajaxckpt._equivalence import (
 from ajaxckpt._errors import InvalidArgumentError
 from ajaxckpt._layout import shown_name
 from ajaxckpt._patterns import select_names
-from ajaxckpt._resume_runs import (
+from ajaxckpt._resume_runs import restore_new
+from ajaxckpt._resume_verdicts import (
     refuse_chance,
     refuse_lost_static,
     refuse_other_starts,
-    restore_new,
 )
 from ajaxckpt._roles import find_role
 from ajaxckpt._tree import FlatState, flatten_state, unflatten_state

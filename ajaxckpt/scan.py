@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
-from jax import lax
 
 from ajaxckpt._background import Worker
 from ajaxckpt._checkpoint import Registries, describe_save
@@ -33,12 +32,16 @@ from ajaxckpt._decisions import Patterns
 from ajaxckpt._errors import (
     BackgroundSaveError,
     InvalidArgumentError,
-    UnsupportedLeafError,
     error_context,
 )
 from ajaxckpt._paths import resolve_path
-from ajaxckpt._places import committed_sharding
 from ajaxckpt._provenance import gather_provenance
+from ajaxckpt._scan_programs import (
+    ScanPrograms,
+    join_rows,
+    refuse_traced_scan,
+    slice_rows,
+)
 from ajaxckpt._snapshot import Arena, Snapshot, take_snapshot
 from ajaxckpt._traced_saves import (
     TracedState,
@@ -143,15 +146,15 @@ def scan_in_chunks(
         (5.0, [0.0, 1.0, 2.0, 3.0, 4.0], [2, 4, 5])
     """
     with error_context(None, "cannot scan"):
-        _refuse_traced(is_inside_trace(carry, xs))
+        refuse_traced_scan(is_inside_trace(carry, xs))
         length, chunk, start = _check_numbers(length, chunk, start)
         _check_xs(xs, length)
-    programs = _Programs(body, carry, donate)
+    programs = ScanPrograms(body, carry, donate)
     pieces: list[Any] = []
     step = start
     while step < length and not (run is not None and pieces and run.stop_requested):
         size = min(chunk, length - step)
-        carry, ys = programs.call(size, carry, _slice(xs, step, size))
+        carry, ys = programs.call(size, carry, slice_rows(xs, step, size))
         pieces.append(ys)
         step += size
         if save is not None:
@@ -159,20 +162,11 @@ def scan_in_chunks(
         elif run is not None:
             run.step(programs.as_seen(carry), step=step)
     if not pieces:
-        carry, ys = programs.call(0, carry, _slice(xs, start, 0))
+        carry, ys = programs.call(0, carry, slice_rows(xs, start, 0))
         pieces.append(ys)
     elif step < length:
         carry = programs.as_seen(carry)
-    return Scanned(carry=carry, ys=_join(pieces), step=step)
-
-
-def _refuse_traced(inside: bool) -> None:
-    if inside:
-        raise UnsupportedLeafError(
-            "the scan is cut into chunks inside a traced function",
-            hint="call it outside jit, vmap, grad and scan (a vmap goes into its "
-            "body), or save from inside with make_saver",
-        )
+    return Scanned(carry=carry, ys=join_rows(pieces), step=step)
 
 
 def _check_numbers(length: int, chunk: int, start: int) -> tuple[int, int, int]:
@@ -196,151 +190,6 @@ def _check_xs(xs: Any, length: int) -> None:
                 f"{name}: expected an array of {length} rows, found {list(shape)}",
                 hint="pass the xs of the whole scan, those before start included",
             )
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))  # keys have none
-
-
-def _struct(leaf: Any) -> Any:
-    """Return what a leaf is traced as, whatever becomes of it."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        weak_type=_is_weak(leaf),
-        sharding=committed_sharding(leaf),
-    )
-
-
-def _same(tree: Any) -> Any:
-    return tree
-
-
-class _Programs:
-    """The compiled scans of one body, all traced with the types of the first carry.
-
-    So is the unbroken scan: a carry that comes out of the body weak-typed would be
-    traced differently, were it passed in anew.
-    """
-
-    def __init__(self, body: Any, carry: Any, donate: bool) -> None:
-        self._body, self._donate = body, (0,) if donate else ()
-        self._first = jax.tree_util.tree_map(_struct, carry)
-        self._seen: Any = None
-        self._promoted = False
-        self._compiled: dict[int, Any] = {}
-        self._retyping: dict[Any, Any] = {}
-
-    def call(self, size: int, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """Run so many steps."""
-        if size and cast("Any", jax.config).jax_disable_jit:
-            return lax.scan(self._body, carry, xs, length=size)
-        with jax.disable_jit(False):  # which a scan of no steps cannot do without
-            if (program := self._compiled.get(size)) is None:
-                program = self._compiled[size] = self._compile(size, xs)
-            if self._promoted:
-                carry = jax.tree_util.tree_map(_convert, carry, self._seen)
-            return program(_place(carry, program), xs)
-
-    def _compile(self, size: int, xs: Any) -> Any:
-        scan = partial(lax.scan, self._body, length=size)
-        jitted = jax.jit(scan, donate_argnums=self._donate)
-        traced = jitted.trace(self._first, xs)
-        inputs = jax.tree_util.tree_leaves((self._first, xs))
-        with error_context(None, "cannot scan"):
-            # beside its arguments: values of a trace that the body closes over
-            _refuse_traced(len(traced.jaxpr.in_avals) > len(inputs))
-        if self._seen is None:
-            self._settle(traced.out_info[0])
-            if self._promoted:
-                traced = jitted.trace(self._first, xs)
-        return traced.lower().compile()
-
-    def _settle(self, returned: Any) -> None:
-        """Find the types in which every step of the scan sees the carry.
-
-        ``lax.scan`` begins with a number of the type that the body turns it into.
-        """
-
-        def promote(leaf: Any, seen: Any, returned: Any) -> Any:
-            if seen.dtype == returned.dtype:
-                return leaf
-            self._promoted = True
-            place = committed_sharding(leaf)
-            return jax.ShapeDtypeStruct(seen.shape, returned.dtype, sharding=place)
-
-        seen = jax.eval_shape(_same, self._first)
-        self._first = jax.tree_util.tree_map(promote, self._first, seen, returned)
-        self._seen = jax.eval_shape(_same, self._first)
-
-    def as_seen(self, carry: Any) -> Any:
-        """Give a carry the weak types in which the next step of the scan sees it."""
-        if self._seen is None:  # without jit, each step sees what the last returned
-            return carry
-        leaves, treedef = jax.tree_util.tree_flatten(carry)
-        seen = map(_is_weak, jax.tree_util.tree_leaves(self._seen))
-        weak = {i: w for i, w in enumerate(seen) if w != _is_weak(leaves[i])}
-        if not weak:
-            return carry
-        retyped = self._retype([leaves[i] for i in weak], list(weak.values()))
-        for i, leaf in zip(weak, retyped, strict=True):
-            leaves[i] = leaf
-        return jax.tree_util.tree_unflatten(treedef, leaves)
-
-    def _retype(self, leaves: list[Any], weak: list[bool]) -> list[Any]:
-        """Copy arrays bit for bit into other weak types, through a program of those."""
-        places = tuple(map(committed_sharding, leaves))
-        if (program := self._retyping.get(places)) is None:
-            structs = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w, sharding=place)
-                for x, w, place in zip(leaves, weak, places, strict=True)
-            ]
-            with jax.disable_jit(False):
-                program = jax.jit(_same).lower(structs).compile()
-            self._retyping[places] = program
-        return program(leaves)
-
-
-def _convert(leaf: Any, seen: Any) -> Any:
-    if getattr(leaf, "dtype", None) == seen.dtype:
-        return leaf
-    return lax.convert_element_type(leaf, seen.dtype)
-
-
-def _place(carry: Any, program: Any) -> Any:
-    """Bring a sharded carry to where a compiled program expects it."""
-    leaves, treedef = jax.tree_util.tree_flatten(carry)
-    if not any(map(_is_sharded, leaves)):
-        return carry  # and ask for no shardings, which JAX mixes up with references
-    wanted = jax.tree_util.tree_leaves(program.input_shardings[0][0])
-    if len(wanted) != len(leaves):  # what the body does not use
-        return carry
-    for place, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
-        several = len(sharding.device_set) > 1 and isinstance(leaf, jax.Array)
-        if several and leaf.committed and leaf.sharding != sharding:
-            leaves[place] = jax.device_put(leaf, sharding)
-    return jax.tree_util.tree_unflatten(treedef, leaves)
-
-
-def _is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-
-
-def _slice(xs: Any, start: int, size: int) -> Any:
-    def part(x: Any) -> Any:
-        if isinstance(x, jax.Array):
-            return lax.dynamic_slice_in_dim(x, np.int32(start), size)
-        return x[start : start + size]
-
-    return jax.tree_util.tree_map(part, xs)
-
-
-def _join(pieces: list[Any]) -> Any:
-    if len(pieces) == 1:
-        return pieces[0]
-    return jax.tree_util.tree_map(lambda *parts: lax.concatenate(parts, 0), *pieces)
 
 
 # -------------------------------------------------------------- saving from inside

@@ -28,12 +28,12 @@ LAYERS = [
     ["_retention", "_schedule", "_overrides", "_resume_config", "_host_rng"],
     ["_measuring"],
     ["_signals", "_background", "_preflight", "_snapshot", "_background_saves"],
-    ["_traced_saves"],
+    ["_traced_saves", "_scan_programs"],
     ["_listing", "_run_files", "_metrics_rows", "_metrics_log"],
     ["_run_saving", "_run_restoring"],
     ["_run_locks", "_run_steps", "_run_sessions", "_runs"],
     ["_advances", "_equivalence", "_trials", "_fresh_process"],
-    ["_resume_runs", "_sensitivity"],
+    ["_resume_verdicts", "_resume_runs", "_sensitivity"],
     ["_normalisers", "_export_sources", "_export_json", "_exporting", "_policies"],
     ["_programs", "_exported_function"],
 ]
@@ -45,7 +45,7 @@ CLI = [
 JAX_MODULES = {
     *("_leaves", "_tree", "_places", "_device_arrays", "_placement", "_checkpoint"),
     *("_skeletons", "_adoption", "_run_restoring", "_run_steps", "_background_saves"),
-    "_traced_saves",
+    *("_traced_saves", "_scan_programs"),
     *("_trials", "_fresh_process", "_sensitivity"),
     *("_programs", "_exported_function", "_export_sources"),
 }

@@ -344,7 +344,7 @@ def test_chunks_inside_a_trace_name_the_saver() -> None:
 
 
 @pytest.mark.parametrize("what", ["carry", "xs", "body"])
-@pytest.mark.parametrize("transform", [jax.vmap, jax.grad, jax.jit], ids=str)
+@pytest.mark.parametrize("transform", [jax.vmap, jax.grad, jax.jit], ids="vgj")
 def test_chunks_of_traced_values_are_refused(transform: Any, what: str) -> None:
     def chunks(x: Any) -> Any:
         carry = x if what == "carry" else jnp.float32(0)
@@ -830,7 +830,7 @@ def test_what_a_program_saved_is_written_when_the_process_ends(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_seeds_of_a_real_learner_are_the_unbroken_ones(tmp_path: Path) -> None:
-    """Chunks of one step are loops that XLA dissolves: the bits are to stay."""
+    """Chunks of one step are loops that XLA dissolves: here the bits stay even so."""
     import optax
 
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
