@@ -131,6 +131,7 @@ def differ_from_whole(
 
 
 def explain_splitting(found: Sequence[LeafDifference]) -> str:
+    """Say what it usually means that calls differ from one call in these leaves."""
     if all(item.is_rounding for item in found):
         return (
             "the calls are two programs that round differently; all that counts "
@@ -151,6 +152,7 @@ def explain_splitting(found: Sequence[LeafDifference]) -> str:
 
 
 def mend_splitting(found: Sequence[LeafDifference]) -> str:
+    """Say what to do where calls differ from one call in these leaves."""
     if not all(item.is_rounding for item in found):
         return (
             "carry it in the state; let schedules read a count of the state and run "
@@ -255,6 +257,7 @@ def _clip(text: str) -> str:
 
 
 def steps_error(found: str, expected: str) -> StateDifferenceError:
+    """Make the error of a run that goes another way than it does in memory."""
     return StateDifferenceError(
         f"{CHECKPOINT}: after the restore it takes {found}, with the state handed "
         f"over in memory {expected}",
@@ -264,6 +267,7 @@ def steps_error(found: str, expected: str) -> StateDifferenceError:
 
 
 def select_leaves(pattern: str, names: Sequence[str]) -> set[str]:
+    """Return the names that a pattern selects, none where it selects nothing."""
     try:
         return select_names(pattern, names, argument="pattern")
     except InvalidArgumentError:  # of the file's names, or the skeleton's alone
@@ -326,6 +330,7 @@ def logs_error(
     differences: list[LeafDifference],
     cause: str,
 ) -> StateDifferenceError:
+    """Make the error of logs that differ; the cause is whose fault it is."""
     rows = [row_names(record) for record in (expected, found)]
     details: list[str] = []
     meaning = _LOGS_CAUSES[cause].values

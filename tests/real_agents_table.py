@@ -1,4 +1,4 @@
-"""Make the table of agents, and of how exactly each goes on: ajaxckpt/AGENTS.md.
+"""Make the table of agents, and of how exactly each goes on: ajaxckpt/AGENT_TABLE.md.
 
     python tests/real_agents_table.py [--only WORD …]
     python tests/real_agents_table.py --check AGENT …
@@ -34,7 +34,7 @@ from other_agents import AGENTS, OtherAgent, is_installed
 from ajaxckpt import open_checkpoint, restore_into, save_checkpoint, state_digest
 from ajaxckpt.testing import assert_resume_equivalent, find_insensitive_leaves
 
-PAGE = Path(__file__).parent.parent / "ajaxckpt" / "AGENTS.md"
+PAGE = Path(__file__).parent.parent / "ajaxckpt" / "AGENT_TABLE.md"
 HEAD = """# Agents, and how exactly they go on
 
 Made by `python tests/real_agents_table.py`, never by hand. Every agent trains two seeds
@@ -415,7 +415,7 @@ def print_rows(names: Sequence[str], *, new_process: bool) -> int:
 
 def main() -> int:
     """Measure the agents named, or all that can be imported here."""
-    parser = argparse.ArgumentParser(description="Make ajaxckpt/AGENTS.md.")
+    parser = argparse.ArgumentParser(description="Make ajaxckpt/AGENT_TABLE.md.")
     parser.add_argument("--only", nargs="+", default=[], help="names, or parts of them")
     parser.add_argument("--check", nargs="+", metavar="AGENT", help="write nothing")
     parser.add_argument("--measure", nargs="+", metavar="AGENT", help="print rows")

@@ -207,7 +207,7 @@ def test_a_row_that_is_made_anew_leaves_the_others(
     monkeypatch.setattr(real_agents_table, "PAGE", page)
     rows = read_rows()
     write_rows(rows)
-    assert page.read_text() == (ROOT / "ajaxckpt" / "AGENTS.md").read_text()
+    assert page.read_text() == (ROOT / "ajaxckpt" / "AGENT_TABLE.md").read_text()
     dqn = str(row(leaves=1)).strip("| ").split(" | ")
     write_rows({**rows, "rejax DQN": dqn})
     assert read_rows() == {**rows, "rejax DQN": dqn}
