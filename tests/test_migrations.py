@@ -983,7 +983,7 @@ def test_below_a_subtree_it_holds_that_leaf_alone(path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["move", "map"])
 def test_migrated_leaves_lie_in_the_skeletons_shards(verb: str, path: Path) -> None:
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     values = np.arange(32, dtype=np.float32).reshape(16, 2)
     skeleton = {"new": jax.device_put(jnp.zeros((16, 2)), sharding)}
