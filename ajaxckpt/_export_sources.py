@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import index as as_index
 from typing import TYPE_CHECKING, Any, cast
 
 from ajaxckpt._dtypes import STORED_DTYPES
@@ -28,7 +27,7 @@ from ajaxckpt._patterns import near_names, top_level
 from ajaxckpt._payload import LeafData, whole_leaf
 from ajaxckpt._reader import Checkpoint
 from ajaxckpt._scalars import encode_text
-from ajaxckpt._seed_leaves import Axes, choose_axes, count_seeds
+from ajaxckpt._seed_leaves import Axes, choose_axes, count_seeds, find_seed
 from ajaxckpt._writer import StateData
 
 if TYPE_CHECKING:
@@ -233,20 +232,9 @@ def _choose_rows(layout: Layout, wanted: Wanted) -> dict[str, Row]:
     seed = wanted.seed
     if seed is None:
         return {}
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        problem = f"seed: expected the index of a seed, found {seed!r}"
-        raise InvalidArgumentError(problem, hint="pass seed=0, or None for all seeds")
-    axis = wanted.axis
-    places: list[Any] = list(axis.values()) if isinstance(axis, Mapping) else [axis]
-    if not all(place is None or hasattr(place, "__index__") for place in places):
-        hint = "pass axis=0, or a pattern to the axis of what it selects"
-        raise InvalidArgumentError(f"axis={wanted.axis!r} is no axis", hint=hint)
     axes = choose_axes(layout, wanted.axis)
-    number, count = as_index(seed), count_seeds(layout, axes)
-    if not -count <= number < count:
-        problem = f"no seed {number}: the leaves hold {count} seeds"
-        raise InvalidArgumentError(problem, hint=f"pass 0 … {count - 1}")
-    return {name: (axis, number % count) for name, axis in axes.items()}
+    number = find_seed(seed, count_seeds(layout, axes))
+    return {name: (axis, number) for name, axis in axes.items()}
 
 
 def _row_number(cut: Mapping[str, Row]) -> int | None:

@@ -23,14 +23,13 @@ from ajaxckpt._errors import (
     error_context,
 )
 from ajaxckpt._grammar import clip
-from ajaxckpt._layout import X64_DTYPES, Layout, LeafSpec, shown_name
+from ajaxckpt._layout import X64_DTYPES, Layout, LeafSpec, is_array, shown_name
 from ajaxckpt._leaves import describe_leaf, enum_name, function_name
 from ajaxckpt._names import join_names, relative_name
 from ajaxckpt._plain import MAX_INT_BITS
 from ajaxckpt._programs import (
     X64,
     find_wide,
-    is_array,
     load_program,
     place_inputs,
     plain_input,

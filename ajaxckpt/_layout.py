@@ -118,6 +118,11 @@ def is_key_type(impl: object, words: int) -> bool:
     return named and 0 < words <= MAX_KEY_WORDS
 
 
+def is_array(spec: LeafSpec) -> bool:
+    """Tell whether a leaf is an array, of keys or of numbers."""
+    return spec.kind == "key" or spec.kind in ARRAY_KINDS
+
+
 def shown_name(name: str) -> str:
     """Spell a leaf name for people: the name of a state that is one leaf is empty."""
     return name or '""'

@@ -133,7 +133,7 @@ class RestorePlan:
         """What is worth knowing and changes no value: then and now."""
         checkpoint = self._checkpoint
         return (
-            *filter(None, [self._whole_of_export()]),
+            *filter(None, [self._export_advice]),
             *self._notes,
             *note_left_out(self._kept(), "kept as the skeleton's"),
             *note_left_out(self._outside(), f"outside {self.subtree}"),
@@ -142,8 +142,12 @@ class RestorePlan:
             *note_provenance(checkpoint.provenance),
         )
 
-    def _whole_of_export(self) -> str:
-        return _advise_export(self._checkpoint, self.subtree) * bool(self.mismatches)
+    @property
+    def _export_advice(self) -> str:
+        """What to do where a whole state is asked of an export; else nothing."""
+        if not self.mismatches or self.subtree:
+            return ""
+        return _advise_export(self._checkpoint)
 
     def _kept(self) -> list[tuple[str, LeafSpec]]:
         leaves = self._skeleton.leaves
@@ -163,7 +167,7 @@ class RestorePlan:
     @property
     def suggestions(self) -> tuple[str, ...]:
         """Migration lines that may mend the mismatches; read them before use."""
-        if self._whole_of_export():
+        if self._export_advice:
             return ()
         found = [
             replace(item, name=file_name(self.subtree, item.name))
@@ -206,7 +210,7 @@ class RestorePlan:
             DamagedCheckpointError: a leaf's bytes are not those written.
         """
         if self.mismatches:
-            raise _mismatch_error(self, self._checkpoint)
+            raise _mismatch_error(self, self._export_advice, self._checkpoint.excluded)
         targets = [
             Target(
                 name=file_name(self.subtree, name),
@@ -350,18 +354,20 @@ def _note_functions(
     )
 
 
-def _advise_export(checkpoint: Checkpoint, subtree: str) -> str:
-    """Say so where a whole state is asked of an export; else nothing."""
+def _advise_export(checkpoint: Checkpoint) -> str:
+    """Say that a file is an export of a part, if it is one; else nothing."""
     said = checkpoint.provenance
     sort, node = said.get(EXPORT), said.get(f"{EXPORT}.parameters")
-    if sort is None or node == "" or subtree:
+    if sort is None or node == "":
         return ""
     call = f"pass subtree={node!r}" if node else "pass it to load_function"
     what = f"an exported {sort}, not a whole state"
     return f"the file is {what}: {call}, or restore a checkpoint"
 
 
-def _mismatch_error(plan: RestorePlan, checkpoint: Checkpoint) -> LayoutMismatchError:
+def _mismatch_error(
+    plan: RestorePlan, advice: str, excluded: Sequence[str]
+) -> LayoutMismatchError:
     mismatches = plan.mismatches
     total = len({*plan.names, *(item.name for item in mismatches)})
     verb = "does" if len(mismatches) == 1 else "do"
@@ -372,6 +378,5 @@ def _mismatch_error(plan: RestorePlan, checkpoint: Checkpoint) -> LayoutMismatch
         path=plan.path,
         details=[str(item) for item in mismatches],
         mismatches=mismatches,
-        hint=_advise_export(checkpoint, plan.subtree)
-        or advise(mismatches, plan.subtree, checkpoint.excluded, plan.suggestions),
+        hint=advice or advise(mismatches, plan.subtree, excluded, plan.suggestions),
     )

@@ -21,7 +21,7 @@ import jax.export
 import numpy as np
 
 from ajaxckpt._errors import CheckpointError, InvalidArgumentError
-from ajaxckpt._layout import ARRAY_KINDS, X64_DTYPES, LeafSpec
+from ajaxckpt._layout import X64_DTYPES, is_array
 from ajaxckpt._leaves import describe_leaf, find_unsavable
 from ajaxckpt._names import join_names
 from ajaxckpt._tree import flatten_state, unflatten_state
@@ -160,11 +160,6 @@ def _is_key(leaf: Any) -> bool:
 def is_input(name: str, leaf: Any) -> bool:
     """Tell arrays from what is code here: functions, static numbers, strings."""
     return is_array(describe_leaf(name, leaf))
-
-
-def is_array(spec: LeafSpec) -> bool:
-    """Tell whether a leaf is an input of a program."""
-    return spec.kind in (*ARRAY_KINDS, "key")
 
 
 def plain_input(leaf: Any) -> Any:

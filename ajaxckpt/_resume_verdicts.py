@@ -25,6 +25,7 @@ from ajaxckpt._equivalence import (
     telling_leaf,
 )
 from ajaxckpt._errors import InvalidArgumentError, UnsupportedLeafError
+from ajaxckpt._grammar import clip
 from ajaxckpt._layout import shown_name
 from ajaxckpt._patterns import select_names
 from ajaxckpt._roles import find_role
@@ -246,14 +247,10 @@ def _list_static(
         for name in {**expected, **found}
     }
     return [
-        f"{shown_name(name)}: expected {_clip(a.shown)}, found {_clip(b.shown)}"
+        f"{shown_name(name)}: expected {clip(a.shown)}, found {clip(b.shown)}"
         for name, (a, b) in pairs.items()
         if a != b
     ]
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def steps_error(found: str, expected: str) -> StateDifferenceError:

@@ -62,7 +62,8 @@ class Restored:
         metrics: what was measured at that step.
         skipped: the newer checkpoints that could not be restored, newest first.
         notes: what is worth knowing and changed no value: versions, commit and
-            config then and now, counters that disagree with the step.
+            config then and now, counters that disagree with the step, what it means
+            that leaves were kept as the skeleton's.
     """
 
     state: Any

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index as as_index
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ajaxckpt._dtypes import STORED_DTYPES
 from ajaxckpt._errors import InvalidArgumentError, error_context
-from ajaxckpt._layout import Layout, LeafSpec, shown_name, storage_dtype
+from ajaxckpt._layout import Layout, is_array, shown_name, storage_dtype
 from ajaxckpt._leaf_file import LeafFile
 from ajaxckpt._patterns import select_names
 from ajaxckpt._payload import CHUNK_BYTES, Array, Part, as_bytes, iter_boxes
@@ -82,7 +83,7 @@ def choose_axes(layout: Layout, axis: Axes) -> dict[str, int]:
     axes: dict[str, int] = {}
     for name, number in chosen.items():
         spec = layout[name]
-        if number is None or not _is_array(spec):
+        if number is None or not is_array(spec):
             continue
         rank = len(spec.shape)
         if not hasattr(number, "__index__"):
@@ -96,10 +97,6 @@ def choose_axes(layout: Layout, axis: Axes) -> dict[str, int]:
             )
         axes[name] = number % rank
     return axes
-
-
-def _is_array(spec: LeafSpec) -> bool:
-    return spec.kind in ("jax", "numpy", "numpy scalar", "key")
 
 
 def count_seeds(layout: Layout, axes: Mapping[str, int]) -> int:
@@ -123,6 +120,23 @@ def count_seeds(layout: Layout, axes: Mapping[str, int]) -> int:
         )
     hint = "say where the axis is, and None for what the seeds share: axis={…}"
     raise InvalidArgumentError(problem, details=details, hint=hint)
+
+
+def find_seed(seed: object, count: int) -> int:
+    """Return the index of a seed, counted from the front.
+
+    Raises:
+        InvalidArgumentError: it is no index, or there is no such seed.
+    """
+    try:
+        number = as_index(cast("Any", None if isinstance(seed, bool) else seed))
+    except TypeError:
+        problem = f"expected the index of a seed, found {seed!r}"
+        raise InvalidArgumentError(problem, hint="pass 0, or another index") from None
+    if not -count <= number < count:
+        problem = f"no seed {number}: there are {count} seeds"
+        raise InvalidArgumentError(problem, hint=f"pass 0 … {count - 1}")
+    return number % count
 
 
 class SeedFile(LeafFile):

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from operator import index as as_index
 from typing import Any, TypeVar, cast
 
 import jax
@@ -39,6 +38,7 @@ from ajaxckpt._seed_leaves import (
     SeedCheckpoint,
     choose_axes,
     count_seeds,
+    find_seed,
 )
 from ajaxckpt._tree import FlatState, flatten_state, unflatten_state
 from ajaxckpt._writer import digest_leaf
@@ -139,18 +139,7 @@ def _choose(seeds: int | Iterable[int], count: int) -> tuple[tuple[int, ...], bo
     # an array without axes says that it can be iterated, and cannot
     several = isinstance(seeds, Iterable) and getattr(seeds, "ndim", 1) != 0
     wanted = list(cast("Iterable[Any]", seeds)) if several else [seeds]
-    numbers: list[int] = []
-    for seed in wanted:
-        try:
-            number = as_index(cast("Any", None if isinstance(seed, bool) else seed))
-        except TypeError:
-            problem = f"seeds: expected indices, found {seed!r}"
-            hint = "pass seeds=2 or seeds=[0, 3]"
-            raise InvalidArgumentError(problem, hint=hint) from None
-        if not -count <= number < count:
-            problem = f"no seed {number}: the file holds {count} seeds"
-            raise InvalidArgumentError(problem, hint=f"pass 0 … {count - 1}")
-        numbers.append(number % count)
+    numbers = [find_seed(seed, count) for seed in wanted]
     if not numbers:
         problem = "seeds: none are chosen"
         raise InvalidArgumentError(problem, hint="pass seeds=2 or seeds=[0, 3]")

@@ -743,6 +743,7 @@ def test_what_looks_like_a_normaliser(names: list[str], found: list[str]) -> Non
 def test_arguments_that_select_nothing_are_refused(tmp_path: Path) -> None:
     state = {"actor": {"params": {"w": jnp.ones((2, 3)), "s": jnp.ones(())}}}
     path = tmp_path / "p.safetensors"
+    matrix = {"parameters": "actor.params.w"}
     for arguments, message in [
         ({"parameters": "actor.param"}, "actor.params"),
         ({"parameters": None}, "parameters=None: no leaf"),
@@ -750,11 +751,14 @@ def test_arguments_that_select_nothing_are_refused(tmp_path: Path) -> None:
         ({"normaliser": "rms"}, "normaliser='rms': no leaf"),
         ({"normaliser": False}, "normaliser=False: no leaf"),
         ({"seed": 0}, "actor.params.s: float32[] has no axis 0"),
-        ({"parameters": "actor.params.w", "seed": 2}, "no seed 2: the leaves hold 2"),
-        ({"parameters": "actor.params.w", "seed": -3}, "no seed -3"),
-        ({"seed": 0, "axis": "x"}, "axis='x' is no axis"),
-        ({"seed": True}, "seed: expected the index of a seed, found True"),
-        ({"seed": [0, 1]}, "seed: expected the index of a seed, found [0, 1]"),
+        ({**matrix, "seed": 2}, "no seed 2: there are 2 seeds"),
+        ({**matrix, "seed": -3}, "no seed -3"),
+        (
+            {"seed": 0, "axis": "x"},
+            "axis: expected a whole number, or patterns to them, found 'x'",
+        ),
+        ({**matrix, "seed": True}, "expected the index of a seed, found True"),
+        ({**matrix, "seed": [0, 1]}, "expected the index of a seed, found [0, 1]"),
         ({"step": "x"}, "step: 'x' is not an integer"),
         ({"config": object()}, "config: a object is not JSON-like data"),
     ]:

@@ -205,9 +205,9 @@ def test_seeds_that_disagree_on_the_step_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "axis", "message"),
     [
-        (4, AXIS, "no seed 4: the file holds 4 seeds"),
+        (4, AXIS, "no seed 4: there are 4 seeds"),
         ([], AXIS, "none are chosen"),
-        (True, AXIS, "expected indices, found True"),
+        (True, AXIS, "expected the index of a seed, found True"),
         (0, {"shared": None}, "axes are not of one size"),
         (0, {"buffer": 5}, r"buffer: float32\[2,4,3\] has no axis 5"),
         (0, {"buffer": "x"}, "axis: expected a whole number, .* found 'x'"),
@@ -331,5 +331,7 @@ def test_one_seed_may_be_an_array_without_axes(path: Path, seed: Any) -> None:
     ids=repr,
 )
 def test_what_is_no_index_is_refused(path: Path, seeds: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="seeds: expected indices, found"):
+    with pytest.raises(
+        InvalidArgumentError, match="expected the index of a seed, found"
+    ):
         take_seeds(path, {}, seeds, axis=AXIS)
